@@ -78,7 +78,7 @@ def native_factory(
                 f"{key!r} was saved as {loaded[_FORM]}, and loaded into {wanted}, whose values are now wrong: pass a "
                 "tensor that is quantized as the saved one was"
             )
-        return tensor  # type: ignore[no-any-return]
+        return tensor
 
     _inner(key, tensor, split)  # raises here, not when the state dict is saved
     return ShardedTensorFactory(key, tensor, build, merge, replica_id)

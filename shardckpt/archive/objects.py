@@ -97,7 +97,7 @@ def make_archive(value: Any, what: str) -> io.BytesIO:
 def check_loadable(archive: io.BytesIO, what: str, allow_globals: Iterable[Any] = ()) -> None:
     """Raise UnsafePickleError if a load would refuse the archive: for a class outside the allow-list, for example."""
     try:
-        load_bytes(archive.getvalue(), what, allow_globals)
+        load_bytes(archive.getvalue(), what, allow_globals, to_save=True)
     except CheckpointingException as exc:
         raise _make_error(exc) from exc
 
@@ -138,7 +138,7 @@ def refuse_unloadable(values: Mapping[str, Any], allow_globals: tuple[Any, ...])
                 continue
             place = what + _join_path(path)
             try:
-                load_bytes(make_archive(leaf, place).getvalue(), place, allow_globals)
+                load_bytes(make_archive(leaf, place).getvalue(), place, allow_globals, to_save=True)
             except CheckpointingException as exc:
                 errors[place] = exc
     if len(errors) == 1:

@@ -6,6 +6,7 @@ tensor's payload is located, not read, so that a load can read any range of it.
 
 from __future__ import annotations
 
+import logging
 import struct
 import sys
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from shardckpt.archive.zip_directory import Member, ReadRange
     from shardckpt.storage.reader import CheckpointReader
 
+logger = logging.getLogger(__name__)
 
 #: Bytes of nested archives that every archive may load, whatever its size.
 _FREE = 64 << 10
@@ -116,12 +118,14 @@ class Archive:
         describer = TensorDescriber(self._locate)
         return unpickle(self._read_pickle(), self.source, describer.torch_global, allow_globals)
 
-    def load(self, allow_globals: Iterable[Any] = (), nested: _NestedBudget | None = None) -> Any:
+    def load(
+        self, allow_globals: Iterable[Any] = (), nested: _NestedBudget | None = None, *, to_save: bool = False
+    ) -> Any:
         """Load the archive's object, with its tensors on the CPU.
 
         The pickle may name ``allow_globals``, in addition to the plain ones; if it names others, it is an
         UnsafePickleError, and nothing was run. ``nested`` is the budget of the outermost archive, if this one is nested
-        in it.
+        in it. A storage outside of tensors has no values after a load: ``to_save`` it is an error, else a warning.
         """
         pickled = self._read_pickle()
         # The bytes of nested archives are in the pickle: an honest one has each once.
@@ -141,7 +145,10 @@ class Archive:
         rebuild = TensorRebuilder(read_storage, lambda data: load_bytes(data, self.source, allow_globals, budget))
         found = unpickle(pickled, self.source, rebuild.torch_global, allow_globals, rebuild.decode)
         if rebuild.loose_storages > 0:
-            raise CheckpointingException(f"{self.source}: a storage of torch that no tensor is made of: use a tensor")
+            text = f"{self.source}: a storage of torch that no tensor is made of"
+            if to_save:
+                raise CheckpointingException(f"{text}: use a tensor")
+            logger.warning("%s, without its values: older saves accepted it", text)
         return found
 
     def _read_pickle(self) -> bytes:
@@ -166,13 +173,21 @@ class Archive:
         return member
 
 
-def load_bytes(data: bytes, source: str, allow_globals: Iterable[Any] = (), nested: _NestedBudget | None = None) -> Any:
+def load_bytes(
+    data: bytes,
+    source: str,
+    allow_globals: Iterable[Any] = (),
+    nested: _NestedBudget | None = None,
+    *,
+    to_save: bool = False,
+) -> Any:
     """Load the object of a ``torch.save`` archive in memory; nothing outside the allow-list is run or imported.
 
     Its tensors are on the CPU. The pickle may name ``allow_globals``, in addition to plain values, tensors and numpy
     arrays; each by itself, or as (class or function, "module.name"). Others are an UnsafePickleError. ``nested`` is the
-    budget of the archive that holds this one.
+    budget of the archive that holds this one; ``to_save`` as for :meth:`Archive.load`.
     """
     if nested is not None:
         nested.spend(len(data), source)
-    return Archive(lambda offset, size: data[offset : offset + size], len(data), source).load(allow_globals, nested)
+    archive = Archive(lambda offset, size: data[offset : offset + size], len(data), source)
+    return archive.load(allow_globals, nested, to_save=to_save)

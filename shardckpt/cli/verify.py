@@ -417,7 +417,7 @@ def _summary(results: Sequence[FileResult]) -> str:
 def _name_checks(files: Sequence[FileResult]) -> str:
     """Return the verdict on a checkpoint without a fault that has files without digests: how these were checked."""
     ways = {file.checked for file in files if not file.foreign}
-    names = {"digests": "digests", "crc32": "CRC-32", "structure": "structure"}
+    names = {"digests": "digests", "crc32": "CRC-32", "structure": "structure", "nothing": "no check of links"}
     said = " and ".join(name for way, name in names.items() if way in ways)
     return f"intact by {said or 'its index'}" + " without digests" * ("digests" not in ways)
 

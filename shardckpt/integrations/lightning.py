@@ -160,9 +160,9 @@ def _move(state: Any, device: torch.device) -> Any:
     """Return nested dicts, lists and tuples with their tensors on the device."""
 
     def move_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, tuple):
+        if type(leaf) is tuple or hasattr(leaf, "_make"):
             moved = [_move(each, device) for each in leaf]
-            return leaf._make(moved) if hasattr(leaf, "_make") else type(leaf)(moved)
+            return leaf._make(moved) if hasattr(leaf, "_make") else tuple(moved)
         return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
 
     return dict_list_map_outplace(move_leaf, state)

@@ -151,7 +151,9 @@ class ShardedCheckpointCallback(TrainerCallback):
             )
         self._args, model = args, parts.get("model")
         if model is not None and not hasattr(model, _IGNORED):
-            setattr(type(model), _IGNORED, None)  # of the class: model_init makes another model for the training
+            setattr(model, _IGNORED, None)
+            if not type(model).__module__.startswith("torch."):  # model_init makes another model for the training
+                setattr(type(model), _IGNORED, None)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
@@ -182,6 +184,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             text = f"{exc}; to resume from another step call resume_path(<an earlier step>)"
             raise replace_text(exc, text) from exc.__cause__
         if is_loaded:
+            _forget_lost_best(state)
             self._random = RandomState().state_dict()
             # a sampler that draws from the generators (group_by_length) orders the first epoch by the seed
             RandomState().load_state_dict(seeded)
@@ -314,11 +317,17 @@ class _Progress:
         for name in _PROGRESS:
             if name in content:  # an older transformers lacks some
                 setattr(self._state, name, content[name])
-        best = self._state.best_model_checkpoint
-        if best is not None and not os.path.isdir(best):  # noqa: PTH112 - as the Trainer asks, without errors
-            # gone with another machine's disk, say: it cannot be loaded at the end
+
+
+def _forget_lost_best(state: TrainerState) -> None:
+    """Collective: forget a best checkpoint that is gone, as with another machine's disk: it cannot be loaded."""
+    best, comm = state.best_model_checkpoint, Comm()
+    # as the Trainer asks, without errors
+    is_lost = best is not None and not os.path.isdir(best)  # noqa: PTH112
+    if comm.main_runs("finding the best checkpoint", lambda: is_lost):
+        if comm.is_main:
             logger.warning("the Trainer's best checkpoint %s is gone: the last weights stay at the end", best)
-            self._state.best_model_checkpoint = None
+        state.best_model_checkpoint = None
 
 
 def _check_content(path: str) -> None:

@@ -15,14 +15,7 @@ from shardckpt.engine.optimizer_keys import is_optimizer_key
 from shardckpt.engine.progress import Progress
 from shardckpt.engine.renaming import parse_renames
 from shardckpt.engine.streaming import STREAM_BYTES, TensorBox, read_boxes
-from shardckpt.errors import (
-    CheckpointingException,
-    CheckpointReplacedError,
-    StorageError,
-    cut_prefix,
-    parse_globals,
-    prefix_error,
-)
+from shardckpt.errors import CheckpointingException, cut_prefix, parse_globals, prefix_error
 from shardckpt.huggingface.folder import resolve_link
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.maintenance.diff_report import DiffReport, TensorDifference
@@ -125,13 +118,9 @@ def diff_checkpoints(
 
 
 def _have_other_bytes(places: Sequence[Path], name: str) -> bool:
-    """Return whether a file differs in two folders; of one that cannot be opened, it is only said that it is unread."""
-    try:
-        return not have_same_bytes(*(resolve_link(open_directory(place), name) for place in places))
-    except CheckpointReplacedError:
-        raise
-    except StorageError:
-        return False
+    """Return whether a file differs in two folders; links that are not followed in both are only named as unread."""
+    paths = [resolve_link(open_directory(place), name) for place in places]
+    return any(path.exists() and not path.is_symlink() for path in paths) and not have_same_bytes(*paths)
 
 
 class _Pair(NamedTuple):

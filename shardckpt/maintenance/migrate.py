@@ -181,6 +181,8 @@ def _refuse_loss(
         with open_staged(staging, files, plugins) as opened:
             after = _describe(opened.index())
             values = StoredCheckpoint(opened).compute_fingerprints(fingerprints.keys() & after.keys())
+            absent = fingerprints.keys() - after.keys()
+            others = StoredCheckpoint(opened).compute_fingerprints(after.keys() - values.keys()) if absent else {}
     except CannotLoadError as exc:
         raise PluginError(
             f"{what} wrote a format that no installed plugin reads; nothing was committed. Install the LoadStrategy "
@@ -194,6 +196,7 @@ def _refuse_loss(
         for key, value in values.items()
         if value != fingerprints[key]
     }
-    if faults := changed | lost:
+    gone = {key: "no tensor has its values" for key in absent if fingerprints[key] not in others.values()}
+    if faults := gone | changed | lost:
         shown = listed([f"{key}: {fault}" for key, fault in sorted(faults.items())])
         raise PluginError(f"{what} does not keep all stored items; nothing was committed: {shown}")

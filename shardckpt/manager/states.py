@@ -31,7 +31,7 @@ from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.state_dict import nested_values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
     from shardckpt.distributed.comm import Comm
     from shardckpt.mapping.base import Replicated, ShardedStateDict, StateDict
@@ -365,33 +365,35 @@ def _unpack_optimizers(value: Any) -> list[Any]:
     A wrapper whose state dict has entries of its own stays.
     """
     inner = _get_inner(value)
-    if not inner or (getattr(value, "optim", None) is inner[0] and _adds_state(value, inner[0])):
-        return [value]
-    return [each for item in inner for each in _unpack_optimizers(item)]
+    if isinstance(inner, torch.optim.Optimizer):
+        return [value] if _adds_state(value, inner) else _unpack_optimizers(inner)
+    return [each for item in inner for each in _unpack_optimizers(item)] if inner else [value]
 
 
 def _list_optimizers(value: Any) -> list[Any]:
     """Return a value, and all optimizers in it at any depth."""
-    return [value, *(each for item in _get_inner(value) for each in _list_optimizers(item))]
+    inner = _get_inner(value)
+    items = [inner] if isinstance(inner, torch.optim.Optimizer) else inner
+    return [value, *(each for item in items for each in _list_optimizers(item))]
 
 
-def _get_inner(value: Any) -> list[Any]:
-    """Return the optimizers that an optimizer has inside."""
+def _get_inner(value: Any) -> torch.optim.Optimizer | Sequence[Any]:
+    """Return the optimizer that a wrapper has inside, or those of a container; nothing of any other value."""
     if not isinstance(value, torch.optim.Optimizer):
-        return []
+        return ()
     inner = getattr(value, "optimizers", None) or getattr(value, "optim", None)
-    if isinstance(inner, torch.optim.Optimizer):
-        return [inner]
-    return list(inner) if isinstance(inner, (list, tuple)) else []
+    return inner if isinstance(inner, (torch.optim.Optimizer, list, tuple)) else ()
 
 
 def _adds_state(wrapper: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> bool:
     """Return whether a wrapper's state dict has other entries than its optimizer's, as the step of an averager."""
-    if _is_partitioning(wrapper) or type(wrapper).state_dict is torch.optim.Optimizer.state_dict:
+    if type(wrapper).state_dict is torch.optim.Optimizer.state_dict:
         return False  # torchft's has none
+    if any(map(_is_partitioning, _list_optimizers(wrapper))):
+        return False  # no rank alone has the state dict
     try:
         return wrapper.state_dict().keys() != inner.state_dict().keys()
-    except Exception:  # noqa: BLE001 - of one that cannot tell, as around a ZeroRedundancyOptimizer, the inner is saved
+    except NotImplementedError:
         return False
 
 
@@ -401,12 +403,11 @@ def _is_partitioning(value: Any) -> bool:
 
 
 def _copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-    """Give the groups of an optimizer the options of those of another that have parameters on this rank."""
+    """Give the groups of an optimizer the options of another's groups."""
     if len(source.param_groups) != len(target.param_groups):
         raise CheckpointingException(
             f"the optimizer and the one inside of it have {len(source.param_groups)} and {len(target.param_groups)} "
             "parameter groups: add groups to the outer one alone"
         )
     for one, other in zip(source.param_groups, target.param_groups, strict=True):
-        if one["params"]:
-            other.update(list_options(one))
+        other.update(list_options(one))

@@ -50,6 +50,14 @@ def test_a_storage_outside_of_a_tensor_is_refused() -> None:
         encode_object({"a": [tensor, tensor[1:]], "b": torch.ones(2).untyped_storage()}, "it", ())
 
 
+def test_a_storage_of_an_older_save_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """An object that an older release has saved with a bare storage still loads, and a warning says what it lacks."""
+    file = io.BytesIO()
+    torch.save({"a": torch.arange(3), "b": torch.ones(2).untyped_storage()}, file)
+    assert decode_object(file.getvalue(), "it", ())["a"].equal(torch.arange(3))
+    assert "it: a storage of torch that no tensor is made of, without its values" in caplog.text
+
+
 def test_a_class_inside_an_attribute_is_refused_too() -> None:
     """Where no nested dict or list shows the place, the value as a whole is named."""
     with pytest.raises(UnsafePickleError, match=r"refuse object 'rng': .*Schedule"):
@@ -65,7 +73,7 @@ def test_what_cannot_be_pickled_is_named_by_its_place() -> None:
 def test_plain_values_are_not_loaded_to_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """An object of names and numbers, such as groups of an optimizer, is saved without a load; any other costs one."""
     loads: list[bytes] = []
-    monkeypatch.setattr(objects, "load_bytes", lambda data, *_: loads.append(data))
+    monkeypatch.setattr(objects, "load_bytes", lambda data, *_, **__: loads.append(data))
     names = [f"layers.{number}.weight" for number in range(1000)]
     encode_object([{"params": names, "options": {"lr": 0.1, "betas": (0.9, 0.99), "fused": None, "n": 3}}], "it", ())
     assert not loads

@@ -134,6 +134,23 @@ def test_a_wrapper_round_a_partitioning_optimizer_is_saved_by_its_inner_one(tmp_
     assert live["optimizer"].optim.param_groups[0]["lr"] == 0.125
 
 
+def test_a_group_without_parameters_on_a_rank_has_the_loaded_options(tmp_path: Path) -> None:
+    """Of two groups one has its parameters on another rank: its rate is loaded here, too, for schedulers to go on."""
+
+    def job(lr: float) -> dict[str, Any]:
+        states = _job(Partitioning)
+        states["optimizer"].add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": lr})
+        states["optimizer"].optim.add_param_group({"params": [], "lr": 9.0})
+        return states
+
+    with CheckpointManager(CheckpointConfig(folder=tmp_path, interval=1), job(0.125)) as manager:
+        manager.save(1)
+    live = job(0.5)
+    with CheckpointManager(CheckpointConfig(folder=tmp_path), live) as manager:
+        assert manager.load()
+    assert live["optimizer"].param_groups[1]["lr"] == 0.125
+
+
 def test_groups_that_do_not_fit_are_an_error_of_the_state(tmp_path: Path) -> None:
     """A partitioning optimizer whose inner one has fewer groups is named, before anything is saved."""
     states = _job(Partitioning)
