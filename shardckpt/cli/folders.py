@@ -77,11 +77,12 @@ def refuse_checkpoint(path: str) -> None:
     """Raise if a path leads to a checkpoint without steps in it: its folder was meant."""
     from shardckpt.cli.ls import list_folder
     from shardckpt.engine.locations import find_local, locate
-    from shardckpt.manager.any_steps import AnySteps
     from shardckpt.plugins.manager import get_plugin_manager
 
     own = find_local(path) or locate(path, get_plugin_manager())
     if any(each.is_checkpoint and each.path == str(own) for each in list_folder(path)):
+        from shardckpt.manager.any_steps import AnySteps  # it imports torch
+
         # a Trainer's last model lies in the folder of its steps
         if any(each.steps() for each in AnySteps(path, get_plugin_manager()).list_namings()):
             return
