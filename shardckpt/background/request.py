@@ -128,15 +128,29 @@ class AsyncRequest(NamedTuple):
         Raises:
             CheckpointingException: the same on every rank.
         """
-        future: Future[Any] = Future()
+        comm = Comm(process_group)  # first: a rank outside the group writes nothing
+        written: Future[Any] = Future()
         try:
-            request = self.staged()
-            future.set_result(request.run())
+            written.set_result(self.staged().run())
+        except BaseException as exc:  # noqa: BLE001 - finalize raises it on all ranks
+            written.set_exception(exc)
+        future: Future[Any] = Future()
+        self.finish_writing(written, future)
+        self.finalize(future, comm)
+
+    def finish_writing(self, written: Future[Any], future: Future[Any]) -> None:
+        """Run ``written_fn``, then set the outcome: that of ``async_fn``, or the error of ``written_fn``.
+
+        Args:
+            written: The finished Future of ``async_fn``, which wakes its waiters before it calls callbacks.
+            future: Gets the outcome, for :meth:`finalize`.
+        """
+        try:
+            if self.written_fn is not None:
+                self.written_fn(written)
+            future.set_result(written.result())
         except BaseException as exc:  # noqa: BLE001 - finalize raises it on all ranks
             future.set_exception(exc)
-        if self.written_fn is not None:
-            self.written_fn(future)
-        self.finalize(future, Comm(process_group))
 
     def finalize(self, future: Future[Any], comm: Comm) -> None:
         """Collective: run the finalize functions, once ``async_fn`` has ended on all ranks.
