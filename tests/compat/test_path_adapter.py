@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -405,6 +406,28 @@ class _AsyncSave(base.AsyncSaveShardedStrategy):
         return AsyncRequest(
             _write_file, (checkpoint_dir / f"{key}.pt", None), [finalize] if key == "a" else [], preload_fn=preload
         )
+
+
+class _FieldsAlone(_AsyncSave):
+    """Returns another library's request, with the three fields that all have, and others that are given."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__("files", 1)
+        self.more = more
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        def write(folder: Path) -> None:
+            torch.save(sharded_state_dict["w"].data, folder / "w.pt")
+
+        return SimpleNamespace(async_fn=write, async_fn_args=[checkpoint_dir], finalize_fns=[], **self.more)
+
+
+def test_a_request_needs_no_more_than_the_fields_of_every_library(tmp_path: Path) -> None:
+    """A request without ``preload_fn`` is written; one whose ``preload_fn`` has no place to go is an error."""
+    dc.save({"w": _tensor()}, tmp_path / "c", _FieldsAlone())
+    assert (tmp_path / "c" / "w.pt").is_file()
+    with pytest.raises(CheckpointingException, match="with a preload_fn needs a second argument"):
+        dc.save({"w": _tensor()}, tmp_path / "d", _FieldsAlone(preload_fn=list))
 
 
 def _shards(value: float) -> dict[str, ShardedTensor]:

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from shardckpt import settings
 from shardckpt.archive.objects import decode_object, encode_object
+from shardckpt.background.request import AsyncRequest, RequestFields
 from shardckpt.commit.commit import find_foreign
 from shardckpt.commit.staging_names import is_temporary
 from shardckpt.compat.megatron.base_classes import AsyncSaveShardedStrategy, LoadShardedStrategy, SaveShardedStrategy
@@ -195,13 +196,13 @@ class AsyncPathSaver(PathSaver, AsyncSaveStrategy):
             for shard in given:
                 _detach_from_training(shard)
             request = self.strategy.async_save(_name_shards(given), context.staging)
-            if not hasattr(request, "async_fn"):
-                raise PluginError(f"{_name(self.strategy)}.async_save returned {request!r}, no AsyncRequest")
-            args = list(request.async_fn_args)
-            if request.preload_fn is not None:
-                args[1] = request.preload_fn()  # Megatron's convention: the second
-            finalize_fns = list(request.finalize_fns)
-            work = _RequestWork(request.async_fn, args, dict(getattr(request, "async_fn_kwargs", None) or {}))
+            if not isinstance(request, RequestFields):
+                raise PluginError(
+                    f"{_name(self.strategy)}.async_save returned {request!r}, no AsyncRequest, which has async_fn, "
+                    "async_fn_args and finalize_fns"
+                )
+            staged = AsyncRequest.of(request).staged()
+            finalize_fns = list(staged.finalize_fns)
 
         def finish(results: Sequence[Any], context: SaveContext) -> None:
             # ranks may have different numbers of them
@@ -211,22 +212,21 @@ class AsyncPathSaver(PathSaver, AsyncSaveStrategy):
                         function()
             finish_rest(results, context)
 
-        return PreparedSave(work, finish)
+        return PreparedSave(_RequestWork(staged), finish)
 
 
 class _RequestWork:
     """Writes by the function of an AsyncRequest; the tensors are among its arguments, staged already."""
 
-    def __init__(self, function: Callable[..., Any] | None, args: list[Any], keywords: dict[str, Any]) -> None:
+    def __init__(self, request: AsyncRequest) -> None:
         self.tensors: list[torch.Tensor] = []
         self.keys: list[str] = []
-        self._call = (function, args, keywords)
+        # a worker process gets it as a pickle, and the functions that stay in this process may have none
+        self._request = AsyncRequest(request.async_fn, request.async_fn_args, [], request.async_fn_kwargs)
 
     def write(self, writer: CheckpointWriter) -> None:  # noqa: ARG002 - the function knows its directory
         """Write this rank's files."""
-        function, args, keywords = self._call
-        if function is not None:
-            function(*args, **keywords)
+        self._request.run()
 
 
 class PathLoader(LoadStrategy):
