@@ -23,15 +23,12 @@ if TYPE_CHECKING:
     from shardckpt.mapping.base import Replicated
 
 
-def describe_tree(
-    value: Any, key: str, replicated: Replicated, *, objects: bool, cache: LayoutCache | None = None
-) -> Any:
+def describe_tree(value: Any, key: str, replicated: Replicated, *, objects: bool, cache: LayoutCache) -> Any:
     """Return nested dicts and lists with descriptions for leaves; the key of a leaf is its path, joined by dots.
 
     ``key`` is the path so far. Leaves that are not tensors become replicated objects with ``objects``, else they stay,
-    as common state. ``cache`` is shared by all leaves of one call.
+    as common state. All leaves of one state dict share a ``cache``: to compute a layout takes longer than all else.
     """
-    cache = cache or LayoutCache()
     if isinstance(value, dict):
         return {k: describe_tree(v, f"{key}.{k}", replicated, objects=objects, cache=cache) for k, v in value.items()}
     if isinstance(value, list):
