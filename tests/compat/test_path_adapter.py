@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as ours
+from shardckpt.archive import encode_object
 from shardckpt.compat.megatron import dist_checkpointing as dc
 from shardckpt.compat.megatron.dist_checkpointing import serialization, validation
 from shardckpt.compat.megatron.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
@@ -302,6 +303,16 @@ def test_what_a_checkpoint_cannot_have_is_named(tmp_path: Path, what: str) -> No
     with pytest.raises(PluginError, match=r"\('files', 1\) tests.compat.test_path_adapter.*Odd wrote .*'odd"):
         dc.save({"w": _tensor()}, tmp_path / "c", Odd())
     assert not list(tmp_path.iterdir())
+
+
+@table("content", [{}, {"other": 1}, [3]])
+def test_an_object_that_its_file_lacks_is_damage(tmp_path: Path, content: Any) -> None:
+    """Where no digest tells it, the error names the file and the object that the index has there."""
+    dc.save({"w": _tensor(), "o": ShardedObject("o", 7, (1,), (0,))}, tmp_path / "c", _Save())
+    (tmp_path / "c" / "shardckpt.json").unlink()
+    (tmp_path / "c" / "objects_0.pt").write_bytes(encode_object(content, "content", ()))
+    with pytest.raises(CorruptCheckpointError, match=r"objects_0\.pt lacks 'o/shard_0_1', which shardckpt_index\.json"):
+        dc.load({**_wanted(), "o": ShardedObject("o", None, (1,), (0,))}, tmp_path / "c", _Load())
 
 
 @table("name", ["common.pt", "shardckpt_index.json", "objects_0.pt"])

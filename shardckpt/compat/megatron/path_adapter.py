@@ -278,20 +278,18 @@ class PathLoader(LoadStrategy):
             verify_integrity(reader.place, reader.manifest, comm)
         context.require_same_save(reader.manifest.save_id.encode(), "record")
         with comm.collective_phase(f"loading by {name}"):
-            stored = {} if index is None else index.objects
-            stored_here = {key: stored[key] for shard in wanted if stored.get(key := stored_key(shard))}
-            objects: dict[str, Any] = {}
-            for file in sorted(set(stored_here.values())):
-                objects.update(decode_object(reader.read(file), file, context.allow_globals))
-            asked = _name_shards([build_copy(shard) for shard in wanted if stored_key(shard) not in stored_here])
+            files = {} if index is None else index.objects
+            stored_apart = {key: files[key] for shard in wanted if files.get(key := stored_key(shard))}
+            objects = _read_objects(stored_apart, reader, context.allow_globals)
+            asked = _name_shards([build_copy(shard) for shard in wanted if stored_key(shard) not in objects])
             loaded: Any = self.strategy.load(dict(asked), directory)
             if was_replaced(reader.place):
                 raise replaced_error(directory, f"{name} may have read files of two saves")
             absent = [repr(key) for key in asked if key not in loaded] if isinstance(loaded, dict) else ["a dict"]
             if absent:
                 raise PluginError(f"{name}.load did not return {listed(absent)}")
-        values = iter([loaded[key] for key in asked])
-        return [objects[key] if (key := stored_key(shard)) in stored_here else next(values) for shard in wanted]
+        values = iter([loaded[key] for key in asked])  # in the order of the shards that are not among the objects
+        return [objects[key] if (key := stored_key(shard)) in objects else next(values) for shard in wanted]
 
     def load_common(self, context: LoadContext) -> StateDict:
         """Return the common state, as this module or Megatron has stored it; ``{}`` if there is none."""
@@ -452,6 +450,15 @@ def _read_index(reader: CheckpointReader) -> _Index | None:
         return _Index.model_validate(parse_json(reader.read(_INDEX)))
     except ValueError as exc:  # pydantic's ValidationError, too
         raise CorruptCheckpointError(f"{reader.directory / _INDEX} is damaged: {exc}") from exc
+
+
+def _read_objects(stored: dict[str, str], reader: CheckpointReader, allow_globals: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the objects that the strategy does not store by their keys; ``stored`` has the file of each."""
+    content = {file: decode_object(reader.read(file), file, allow_globals) for file in sorted({*stored.values()})}
+    for key, file in stored.items():
+        if not isinstance(content[file], dict) or key not in content[file]:
+            raise CorruptCheckpointError(f"{reader.directory / file} lacks {key!r}, which {_INDEX} names there")
+    return {key: content[file][key] for key, file in stored.items()}
 
 
 def _parse_dtype(name: str) -> torch.dtype:
