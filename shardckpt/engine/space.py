@@ -256,8 +256,11 @@ def _advise_of_space(target: Path) -> tuple[int, str]:
 
 
 def _find_used_runs(folder: Path) -> Sequence[Path] | None:
-    """Return the folders of runs in a folder that leftovers are in; None if it has checkpoints itself."""
-    if any(folder.glob(f"*/{MARKER_NAME}")) or not any(folder.glob(f"*/*/{MARKER_NAME}")):
+    """Return the folders of runs in a folder that leftovers are in; None if it has checkpoints itself, or no runs."""
+    try:
+        if any(folder.glob(f"*/{MARKER_NAME}")) or not any(folder.glob(f"*/*/{MARKER_NAME}")):
+            return None
+    except OSError:  # advice is no reason to fail in another way
         return None
     return walk_folders(folder).with_leftovers
 
