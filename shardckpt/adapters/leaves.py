@@ -44,8 +44,9 @@ def describe_leaf(
     """Describe a leaf: a tensor of any kind as its shards, anything else as a replicated object.
 
     If this rank holds no part of a sharded tensor, it is a LocalNonpersistentObject; if a tensor has several shards, a
-    factory. ``replicated`` is about a leaf that is not sharded, or about copies on other meshes. With ``detached`` a
-    load returns a DTensor detached, as it returns any other tensor. A nested tensor is a ShardingError.
+    factory. ``replicated`` says whether a save compares the ranks' copies of a leaf that is not sharded, and those on
+    other meshes. With ``detached`` a load returns a DTensor detached, as it returns any other tensor. A nested tensor
+    is a ShardingError.
     """
     if isinstance(value, DTensor):
         return describe_dtensor(key, value, replicated, cache=cache, detached=detached)

@@ -173,8 +173,8 @@ class AsyncRequest(NamedTuple):
             (most,) = comm.largest(len(self.finalize_fns))
             for number in range(most):
                 with comm.collective_phase("finalizing a background save"):
-                    for fn in self.finalize_fns[number : number + 1]:
-                        fn()
+                    if number < len(self.finalize_fns):  # a rank without one waits for the others
+                        self.finalize_fns[number]()
                 is_committed = self.failed_fn is not None  # the first function of our own requests commits
         except BaseException as exc:
             error = exc if self.failed_fn is None else self.failed_fn(exc)

@@ -120,7 +120,7 @@ def load_from_huggingface(
         find_mapping(mapping)
         budget, reading = split_budget(memory_budget, fully_parallel=fully_parallel)
         resized = tuple(resize)
-        ends = tuple(f".{name}" for name in optional) if strict else ("",)  # names with these ends may be missing
+        optional_ends = tuple(f".{name}" for name in optional) if strict else ("",)  # every name has the empty end
         # without digests: the folder stores none
         manifest = Manifest(backend=HuggingFaceLoadStrategy.backend, version=HuggingFaceLoadStrategy.version)
 
@@ -142,7 +142,7 @@ def load_from_huggingface(
                     _refuse_objects(wanted, path)
                 chosen = _choose_mapping(mapping, found, [shard.key.removeprefix(prefix) for shard in wanted], comm)
                 strategy = HuggingFaceLoadStrategy(found, chosen, prefix, wanted)
-                _refuse_missing(strategy, path, mapping, ends)
+                _refuse_missing(strategy, path, mapping, optional_ends)
             ignored = template.find_ignored_tensors({})  # a folder has no common state that could have them
             if any(comm.largest(len(ignored))):
                 report_ignored(ignored, "warn", comm)
@@ -201,10 +201,10 @@ def _choose_mapping(mapping: str | KeyMapping | None, folder: Folder, keys: Iter
 
 
 def _refuse_missing(
-    strategy: HuggingFaceLoadStrategy, path: Path, mapping: str | KeyMapping | None, optional: tuple[str, ...]
+    strategy: HuggingFaceLoadStrategy, path: Path, mapping: str | KeyMapping | None, optional_ends: tuple[str, ...]
 ) -> None:
-    """Raise KeyMismatchError if the folder lacks names that tensors need, except those with ``optional`` ends."""
-    left = {key for key in strategy.missing if f".{key}".endswith(optional)}
+    """Raise KeyMismatchError if the folder lacks names that tensors need, except those with ``optional_ends``."""
+    left = {key for key in strategy.missing if f".{key}".endswith(optional_ends)}
     if left and strategy.is_partial:  # of another folder the load says so
         logger.warning("not in the adapter's folder, and so as they were: %s", listed(sorted(left), limit=5))
     missing = sorted({name for key, names in strategy.missing.items() if key not in left for name in names})

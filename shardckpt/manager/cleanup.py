@@ -69,11 +69,11 @@ def cleanup_old_checkpoints(training_args: Any, shared_file_system: bool = True)
                 f"training_args is a dict with {_LIMIT}, which is read as an attribute: give argparse.Namespace(**args)"
             )
         limit = operator.index(given or 0)
-        if limit > 0 and _removes(comm, shared_file_system):
+        if limit > 0 and _is_remover(comm, shared_file_system):
             _clean(_find_folders(training_args), limit)
 
 
-def _removes(comm: Comm, shared_file_system: bool) -> bool:
+def _is_remover(comm: Comm, shared_file_system: bool) -> bool:
     """Return whether this rank removes, for all ranks that see its folder."""
     if shared_file_system or comm.world_size == 1:
         return comm.is_main
@@ -109,9 +109,9 @@ def _clean(folders: list[str], limit: int) -> None:
     """Remove old checkpoints from the first folder that has any; warn of those kept there and in the others."""
     with_steps = [folder for folder in folders if _has_steps(folder)]
     folder = with_steps[0] if with_steps else folders[-1]
-    noted = _read_tracker(locate(folder, get_plugin_manager()))
+    tracked = _read_tracker(locate(folder, get_plugin_manager()))
     for names in NAMINGS:
-        collect_garbage(StepFolder(folder, get_plugin_manager(), names), [KeepLatest(limit)], noted)
+        collect_garbage(StepFolder(folder, get_plugin_manager(), names), [KeepLatest(limit)], tracked)
     kept = _find_exempt(folder, all_directories=folder != folders[-1])
     kept |= dict.fromkeys(with_steps[1:], f"{folder} is the one that is cleaned")
     if not with_steps:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
-
-import pytest
+from typing import TYPE_CHECKING
 
 from shardckpt.engine.space import explain_full
 from shardckpt.errors import NotEnoughSpaceError
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def test_a_folder_that_cannot_be_listed_does_not_hide_the_lack_of_space(

@@ -208,8 +208,8 @@ class AsyncPathSaver(PathSaver, AsyncSaveStrategy):
             # ranks may have different numbers of them
             for number in range(*context.comm.largest(len(finalize_fns))):
                 with context.comm.collective_phase("finalizing a background save"):
-                    for function in finalize_fns[number : number + 1]:
-                        function()
+                    if number < len(finalize_fns):
+                        finalize_fns[number]()
             finish_rest(results, context)
 
         return PreparedSave(_RequestWork(staged), finish)
@@ -285,8 +285,9 @@ class PathLoader(LoadStrategy):
             loaded: Any = self.strategy.load(dict(asked), directory)
             if was_replaced(reader.place):
                 raise replaced_error(directory, f"{name} may have read files of two saves")
-            absent = [repr(key) for key in asked if key not in loaded] if isinstance(loaded, dict) else ["a dict"]
-            if absent:
+            if not isinstance(loaded, dict):
+                raise PluginError(f"{name}.load did not return a dict")
+            if absent := [repr(key) for key in asked if key not in loaded]:
                 raise PluginError(f"{name}.load did not return {listed(absent)}")
         values = iter([loaded[key] for key in asked])  # in the order of the shards that are not among the objects
         return [objects[key] if (key := stored_key(shard)) in objects else next(values) for shard in wanted]
