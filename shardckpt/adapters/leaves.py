@@ -23,15 +23,12 @@ if TYPE_CHECKING:
     from shardckpt.mapping.base import Replicated
 
 
-def describe_tree(
-    value: Any, key: str, replicated: Replicated, *, objects: bool, cache: LayoutCache | None = None
-) -> Any:
+def describe_tree(value: Any, key: str, replicated: Replicated, *, objects: bool, cache: LayoutCache) -> Any:
     """Return nested dicts and lists with descriptions for leaves; the key of a leaf is its path, joined by dots.
 
     ``key`` is the path so far. Leaves that are not tensors become replicated objects with ``objects``, else they stay,
-    as common state. ``cache`` is shared by all leaves of one call.
+    as common state. All leaves of one state dict share a ``cache``: to compute a layout takes longer than all else.
     """
-    cache = cache or LayoutCache()
     if isinstance(value, dict):
         return {k: describe_tree(v, f"{key}.{k}", replicated, objects=objects, cache=cache) for k, v in value.items()}
     if isinstance(value, list):
@@ -47,8 +44,9 @@ def describe_leaf(
     """Describe a leaf: a tensor of any kind as its shards, anything else as a replicated object.
 
     If this rank holds no part of a sharded tensor, it is a LocalNonpersistentObject; if a tensor has several shards, a
-    factory. ``replicated`` is about a leaf that is not sharded, or about copies on other meshes. With ``detached`` a
-    load returns a DTensor detached, as it returns any other tensor. A nested tensor is a ShardingError.
+    factory. ``replicated`` says whether a save compares the ranks' copies of a leaf that is not sharded, and those on
+    other meshes. With ``detached`` a load returns a DTensor detached, as it returns any other tensor. A nested tensor
+    is a ShardingError.
     """
     if isinstance(value, DTensor):
         return describe_dtensor(key, value, replicated, cache=cache, detached=detached)

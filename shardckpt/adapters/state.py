@@ -176,7 +176,8 @@ class SavedModules:
 
 
 def _describe_dict(values: Mapping[Any, Any], prefix: str, replicated: Replicated) -> ShardedStateDict:
-    found = {k: describe_tree(v, f"{prefix}{k}", replicated, objects=False) for k, v in values.items()}
+    cache = LayoutCache()
+    found = {k: describe_tree(v, f"{prefix}{k}", replicated, objects=False, cache=cache) for k, v in values.items()}
     for path, groups in find_fresh(dict(values)):
         key = f"{prefix}{'.'.join(map(str, (*path, STATE)))}"
         request = partial(_request_numbered, values, groups, key)

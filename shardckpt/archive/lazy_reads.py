@@ -66,6 +66,7 @@ class LazyReads:
         elif type(value) not in _PLAIN:
             self._visited[id(value)] = value, value  # before its parts: it may be one of them
             if isinstance(value, dict):
+                self._fill_keys(value, key)
                 self._replace(value, list(value.items()), key)
             elif isinstance(value, (list, deque)):
                 self._replace(value, list(enumerate(value)), key)
@@ -76,6 +77,15 @@ class LazyReads:
             return value
         self._visited[id(value)] = value, made
         return made
+
+    def _fill_keys(self, container: dict[Any, Any], key: str) -> None:
+        """Fill the keys that are tensors, or have some, as an optimizer's state by parameters has; the order stays."""
+        names = [name if type(name) in _PLAIN else self._fill(name, key) for name in container]
+        if any(new is not old for new, old in zip(names, container, strict=True)):
+            parts = list(container.values())
+            container.clear()
+            for name, part in zip(names, parts, strict=True):
+                container[name] = part  # noqa: PERF403 - a Counter counts the pairs of an update
 
     def _fill_slots(self, value: Any, key: str) -> None:
         for slot in _list_slots(type(value)):  # type: ignore[arg-type]  # mypy: a class is no Hashable

@@ -28,7 +28,7 @@ _SPEC_CLASSES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # two tensors of one storage are two items of a set
 class LazyTensor:
     """A tensor in an archive, not read: a plain one, or the local tensor of a DTensor.
 

@@ -197,6 +197,7 @@ def checked_geometry(
         raise CorruptCheckpointError(
             f"a tensor of shape {describe(shape)} with strides {describe(stride)} does not exist"
         )
+    # by type: the functions differ in which of these they have, and in what place
     dtype = storage.dtype or next((value for value in more if isinstance(value, torch.dtype)), torch.uint8)
     # Negative strides do not exist in torch, and would reach in front of the storage.
     shape, stride = tuple(map(int, shape)), tuple(map(int, stride))

@@ -103,7 +103,7 @@ class AsyncCallsQueue:
         kept = request._replace(async_fn=None, async_fn_args=(), async_fn_kwargs={}, preload_fn=None)
         del async_request, given, request
         future: Future[Any] = Future()
-        written.add_done_callback(lambda done: _finish_writing(done, kept, future))
+        written.add_done_callback(lambda done: kept.finish_writing(done, future))
         del written  # it may have an error whose traceback has this frame
         self._calls.append(_Call(kept, future))
         _busy[self] = os.getpid()
@@ -237,16 +237,6 @@ def _end_queues() -> None:
 
 # Not atexit: its functions run after concurrent.futures has ended its threads, and writing needs those threads.
 getattr(threading, "_register_atexit", atexit.register)(_end_queues)
-
-
-def _finish_writing(written: Future[Any], request: AsyncRequest, future: Future[Any]) -> None:
-    """Run ``written_fn``, then mark the request as written: a Future wakes its waiters before it calls callbacks."""
-    try:
-        if request.written_fn is not None:
-            request.written_fn(written)
-        future.set_result(written.result())
-    except BaseException as exc:  # noqa: BLE001 - finalize raises it
-        future.set_exception(exc)
 
 
 def _fail(request: AsyncRequest, error: BaseException) -> None:

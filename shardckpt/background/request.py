@@ -128,15 +128,29 @@ class AsyncRequest(NamedTuple):
         Raises:
             CheckpointingException: the same on every rank.
         """
-        future: Future[Any] = Future()
+        comm = Comm(process_group)  # first: a rank outside the group writes nothing
+        written: Future[Any] = Future()
         try:
-            request = self.staged()
-            future.set_result(request.run())
+            written.set_result(self.staged().run())
+        except BaseException as exc:  # noqa: BLE001 - finalize raises it on all ranks
+            written.set_exception(exc)
+        future: Future[Any] = Future()
+        self.finish_writing(written, future)
+        self.finalize(future, comm)
+
+    def finish_writing(self, written: Future[Any], future: Future[Any]) -> None:
+        """Run ``written_fn``, then set the outcome: that of ``async_fn``, or the error of ``written_fn``.
+
+        Args:
+            written: The finished Future of ``async_fn``, which wakes its waiters before it calls callbacks.
+            future: Gets the outcome, for :meth:`finalize`.
+        """
+        try:
+            if self.written_fn is not None:
+                self.written_fn(written)
+            future.set_result(written.result())
         except BaseException as exc:  # noqa: BLE001 - finalize raises it on all ranks
             future.set_exception(exc)
-        if self.written_fn is not None:
-            self.written_fn(future)
-        self.finalize(future, Comm(process_group))
 
     def finalize(self, future: Future[Any], comm: Comm) -> None:
         """Collective: run the finalize functions, once ``async_fn`` has ended on all ranks.
@@ -159,8 +173,8 @@ class AsyncRequest(NamedTuple):
             (most,) = comm.largest(len(self.finalize_fns))
             for number in range(most):
                 with comm.collective_phase("finalizing a background save"):
-                    for fn in self.finalize_fns[number : number + 1]:
-                        fn()
+                    if number < len(self.finalize_fns):  # a rank without one waits for the others
+                        self.finalize_fns[number]()
                 is_committed = self.failed_fn is not None  # the first function of our own requests commits
         except BaseException as exc:
             error = exc if self.failed_fn is None else self.failed_fn(exc)

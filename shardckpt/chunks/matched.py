@@ -301,6 +301,7 @@ def _are_contiguous_in(extent: torch.Tensor, container: torch.Tensor) -> torch.T
     """
     if torch.equal(extent, container):
         return extent.new_ones(len(extent), dtype=torch.bool)
+    # a column for each axis, and one more: a 0-D box has no axis, and is contiguous
     ones = extent.new_ones(len(extent), 1)
     is_one_before = torch.cat([ones, (extent == 1).cumprod(1)], 1)
     is_full_behind = torch.cat([(extent == container).flip(1).cumprod(1).flip(1), ones, ones], 1)[:, 1:]

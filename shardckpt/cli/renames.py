@@ -46,8 +46,8 @@ def split_renames(options: Any, count: int) -> list[dict[str, str]]:
     """Return the new names by the old ones for each of several sources: those of ``N:OLD=NEW`` for the N-th alone."""
     found: list[dict[str, str]] = [{} for _ in range(count)]
     for text, new in options.rename:
-        number, sign, old = text.partition(":")
-        is_numbered = sign and number.isdecimal()
+        number, separator, old = text.partition(":")
+        is_numbered = separator and number.isdecimal()
         if is_numbered and not 1 <= int(number) <= count:
             raise CheckpointingException(f"--rename {text}={new}: there are {count} SRC, numbered from 1")
         for names in [found[int(number) - 1]] if is_numbered else found:
@@ -56,9 +56,9 @@ def split_renames(options: Any, count: int) -> list[dict[str, str]]:
 
 
 def _parse_rename(text: str) -> tuple[str, str]:
-    old, sign, new = text.partition("=")
+    old, separator, new = text.partition("=")
     old, new = old.removesuffix("."), new.removesuffix(".")
-    if not sign or not old + new:
+    if not separator or not (old or new):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not OLD=NEW, such as app.model=model (=model: all goes below it)"
         )

@@ -247,7 +247,7 @@ def explain_full(error: NotEnoughSpaceError, target: Path) -> NotEnoughSpaceErro
 def _advise_of_space(target: Path) -> tuple[int, str]:
     """Return the bytes that interrupted saves have left next to a target, and advice how to free these, or others."""
     folder = get_parent(target)
-    runs = None if takes_requests(target) else _find_used_runs(Path(folder))
+    runs = None if takes_requests(target) else _find_runs_with_leftovers(Path(folder))
     leftover = sum(_count_leftovers(place) for place in ([folder] if runs is None else runs))
     call = ("prune", *["-r"] * (runs is not None), _show_folder(target))
     if leftover:
@@ -255,9 +255,12 @@ def _advise_of_space(target: Path) -> tuple[int, str]:
     return 0, f"{name_call(*call, '--keep-latest', 'N', '--dry-run')} says how much space old steps would free"
 
 
-def _find_used_runs(folder: Path) -> Sequence[Path] | None:
-    """Return the folders of runs in a folder that leftovers are in; None if it has checkpoints itself."""
-    if any(folder.glob(f"*/{MARKER_NAME}")) or not any(folder.glob(f"*/*/{MARKER_NAME}")):
+def _find_runs_with_leftovers(folder: Path) -> Sequence[Path] | None:
+    """Return the folders of runs in a folder that leftovers are in; None if it has checkpoints itself, or no runs."""
+    try:
+        if any(folder.glob(f"*/{MARKER_NAME}")) or not any(folder.glob(f"*/*/{MARKER_NAME}")):
+            return None
+    except OSError:  # advice is no reason to fail in another way
         return None
     return walk_folders(folder).with_leftovers
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.distributed.comm import Comm
 from shardckpt.distributed.error_report import replace_text
 from shardckpt.engine.load_template import LoadTemplate
-from shardckpt.engine.loading import load_checkpoint
+from shardckpt.engine.loading import load_checkpoint, report_ignored
 from shardckpt.engine.locations import locate
 from shardckpt.engine.opening import OpenCheckpoint
 from shardckpt.engine.operation import Operation
@@ -85,7 +85,7 @@ def load_from_huggingface(
     Args:
         sharded_state_dict: As for :func:`shardckpt.dist_checkpointing.load`, with tensors only; for a model,
             ``shardckpt.adapters.to_sharded_state_dict(model)``. Objects ``..._extra_state``, as Megatron's modules have
-            them, are left out of the result and logged.
+            them, are left out of the result and logged. A warning names tensors that no shard describes.
         folder: The folder (``model.safetensors``, or several files and ``model.safetensors.index.json``), a snapshot
             in the Hugging Face cache, or the URL of a folder.
         mapping: How the folder's names and shapes map to the keys: as for :func:`export_to_huggingface`.
@@ -120,7 +120,7 @@ def load_from_huggingface(
         find_mapping(mapping)
         budget, reading = split_budget(memory_budget, fully_parallel=fully_parallel)
         resized = tuple(resize)
-        ends = tuple(f".{name}" for name in optional) if strict else ("",)  # names with these ends may be missing
+        optional_ends = tuple(f".{name}" for name in optional) if strict else ("",)  # every name has the empty end
         # without digests: the folder stores none
         manifest = Manifest(backend=HuggingFaceLoadStrategy.backend, version=HuggingFaceLoadStrategy.version)
 
@@ -136,12 +136,16 @@ def load_from_huggingface(
             with operation.local_phase("preparing the state dict"):
                 check_same_folder(place, found)
                 check_policy(path, manifest)
-                wanted = allow_resizing(_list_shards(sharded_state_dict), {}, resized)
+                template = _make_template(sharded_state_dict)
+                wanted = allow_resizing(template.shards, {}, resized)
                 if strict:
                     _refuse_objects(wanted, path)
                 chosen = _choose_mapping(mapping, found, [shard.key.removeprefix(prefix) for shard in wanted], comm)
                 strategy = HuggingFaceLoadStrategy(found, chosen, prefix, wanted)
-                _refuse_missing(strategy, path, mapping, ends)
+                _refuse_missing(strategy, path, mapping, optional_ends)
+            ignored = template.find_ignored_tensors({})  # a folder has no common state that could have them
+            if any(comm.largest(len(ignored))):
+                report_ignored(ignored, "warn", comm)
             if strategy.is_partial:
                 _refuse_unplaced(strategy, path, operation, strict=strict)
             at = Path(found.directory) if found.directory else place
@@ -166,15 +170,15 @@ def load_from_huggingface(
     return retry_if_replaced(attempt, folder)
 
 
-def _list_shards(requested: ShardedStateDict) -> list[ShardedBase]:
-    """Return the requested shards; shards of quantized parameters ask for values, since no folder has their codes."""
+def _make_template(requested: ShardedStateDict) -> LoadTemplate:
+    """Return the template of a load; shards of quantized parameters ask for values, since no folder has their codes."""
 
     def name_quantized() -> StoredNames:
         factories = (leaf for leaf in nested_values(requested) if isinstance(leaf, ShardedTensorFactory))
         found = {each.key: (each.data.dtype, tuple(each.data.shape)) for each in factories if _is_quantized(each)}
         return StoredNames(found, ())
 
-    return LoadTemplate(requested, name_quantized).shards
+    return LoadTemplate(requested, name_quantized)
 
 
 def _is_quantized(factory: ShardedTensorFactory) -> bool:
@@ -197,10 +201,10 @@ def _choose_mapping(mapping: str | KeyMapping | None, folder: Folder, keys: Iter
 
 
 def _refuse_missing(
-    strategy: HuggingFaceLoadStrategy, path: Path, mapping: str | KeyMapping | None, optional: tuple[str, ...]
+    strategy: HuggingFaceLoadStrategy, path: Path, mapping: str | KeyMapping | None, optional_ends: tuple[str, ...]
 ) -> None:
-    """Raise KeyMismatchError if the folder lacks names that tensors need, except those with ``optional`` ends."""
-    left = {key for key in strategy.missing if f".{key}".endswith(optional)}
+    """Raise KeyMismatchError if the folder lacks names that tensors need, except those with ``optional_ends``."""
+    left = {key for key in strategy.missing if f".{key}".endswith(optional_ends)}
     if left and strategy.is_partial:  # of another folder the load says so
         logger.warning("not in the adapter's folder, and so as they were: %s", listed(sorted(left), limit=5))
     missing = sorted({name for key, names in strategy.missing.items() if key not in left for name in names})

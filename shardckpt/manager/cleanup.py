@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 #: The arguments that may name the output folder, each with the folders below it that may have the checkpoints.
 #: ``output_dir`` is MindSpeed's FSDP2 and transformers' (which has them in the folder itself), ``save`` is Megatron's.
 _FOLDER_ARGUMENTS: dict[str, tuple[str, ...]] = {"output_dir": ("checkpoints",), "save": ()}
+_LIMIT = "save_total_limit"
 #: Megatron's file with the number of the step that it loads.
 _TRACKER = "latest_checkpointed_iteration.txt"
 _MOST_DIGITS = 20
@@ -57,18 +58,22 @@ def cleanup_old_checkpoints(training_args: Any, shared_file_system: bool = True)
         CheckpointingException: the same on every rank. The arguments name no folder, or it cannot be listed.
     """
     comm = Comm()
-    given = getattr(training_args, "save_total_limit", None)
+    given = getattr(training_args, _LIMIT, None)
     comm.agree(save_total_limit=0 if given is None else given, shared_file_system=shared_file_system)
     with comm.collective_phase("removing old checkpoints"):
         check_annotated(cleanup_old_checkpoints, locals())
         if given is not None and not is_integer(given):
             raise CheckpointingException(f"save_total_limit is {show_given(given)}: expected a whole number, or None")
+        if given is None and isinstance(training_args, dict) and _LIMIT in training_args:
+            raise CheckpointingException(
+                f"training_args is a dict with {_LIMIT}, which is read as an attribute: give argparse.Namespace(**args)"
+            )
         limit = operator.index(given or 0)
-        if limit > 0 and _removes(comm, shared_file_system):
+        if limit > 0 and _is_remover(comm, shared_file_system):
             _clean(_find_folders(training_args), limit)
 
 
-def _removes(comm: Comm, shared_file_system: bool) -> bool:
+def _is_remover(comm: Comm, shared_file_system: bool) -> bool:
     """Return whether this rank removes, for all ranks that see its folder."""
     if shared_file_system or comm.world_size == 1:
         return comm.is_main
@@ -104,9 +109,9 @@ def _clean(folders: list[str], limit: int) -> None:
     """Remove old checkpoints from the first folder that has any; warn of those kept there and in the others."""
     with_steps = [folder for folder in folders if _has_steps(folder)]
     folder = with_steps[0] if with_steps else folders[-1]
-    noted = _read_tracker(locate(folder, get_plugin_manager()))
+    tracked = _read_tracker(locate(folder, get_plugin_manager()))
     for names in NAMINGS:
-        collect_garbage(StepFolder(folder, get_plugin_manager(), names), [KeepLatest(limit)], noted)
+        collect_garbage(StepFolder(folder, get_plugin_manager(), names), [KeepLatest(limit)], tracked)
     kept = _find_exempt(folder, all_directories=folder != folders[-1])
     kept |= dict.fromkeys(with_steps[1:], f"{folder} is the one that is cleaned")
     if not with_steps:

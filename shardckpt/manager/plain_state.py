@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from shardckpt.adapters.dtensor import LayoutCache
 from shardckpt.adapters.forms import is_placeholder, join_path, make_form
 from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_plain_object
 from shardckpt.adapters.stored_values import nest
@@ -34,7 +35,8 @@ def describe_tensors(name: str, state: Any, replicated: Replicated) -> Any:
     ``replicated`` is True to compare the ranks' tensors in a save, ``"unchecked"`` not to.
     """
     tensors = {path: leaf for path, leaf in nested_items(state, (name,)) if isinstance(leaf, torch.Tensor)}
-    described = {path: describe_leaf(leaf, join_path(path), replicated) for path, leaf in tensors.items()}
+    cache = LayoutCache()
+    described = {path: describe_leaf(leaf, join_path(path), replicated, cache=cache) for path, leaf in tensors.items()}
     return nest(described).get(name, {})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,12 @@ from shardckpt.manager.per_rank import PerRank
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+logger = logging.getLogger(__name__)
+
 #: The name of the state. A checkpoint without it can be loaded.
 RNG = "rng"
+#: The bit generator of NumPy's legacy generator, unless the program sets another.
+_USUAL = "MT19937"
 
 
 class RandomState:
@@ -27,8 +32,7 @@ class RandomState:
         if device is not None:
             state[device] = torch.get_device_module(device).get_rng_state()
         if "numpy" in sys.modules:
-            kind, keys, *rest = sys.modules["numpy"].random.get_state()
-            state["numpy"] = (kind, keys.tobytes(), *rest)  # bytes: an array could not be read without NumPy
+            state["numpy"] = _read_numpy()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -41,9 +45,50 @@ class RandomState:
         if device in state:
             torch.get_device_module(device).set_rng_state(state[device])
         if "numpy" in sys.modules and "numpy" in state:
-            numpy = sys.modules["numpy"]
-            kind, keys, *rest = state["numpy"]
-            numpy.random.set_state((kind, numpy.frombuffer(keys, numpy.uint32), *rest))
+            _set_numpy(state["numpy"])
+
+
+def _read_numpy() -> Any:
+    """Return the state of NumPy's legacy generator, with its arrays as bytes: arrays could not be read without NumPy.
+
+    It is a tuple, as of ``numpy.random.get_state()``, or a dict after ``set_bit_generator`` with another than MT19937.
+    """
+    numpy = sys.modules["numpy"]
+    found = numpy.random.get_state(legacy=False)
+    if found["bit_generator"] == _USUAL:  # older releases read no dict
+        return (_USUAL, found["state"]["key"].tobytes(), found["state"]["pos"], found["has_gauss"], found["gauss"])
+    return _to_bytes(found, numpy.ndarray)
+
+
+def _set_numpy(state: Any) -> None:
+    """Set NumPy's legacy generator to a state; a warning says if it is another generator here, which stays."""
+    numpy = sys.modules["numpy"]
+    live = numpy.random.get_state(legacy=False)
+    kind = state["bit_generator"] if isinstance(state, dict) else state[0]
+    if kind != live["bit_generator"]:
+        logger.warning(
+            "NumPy's random numbers are not those of the saved training: its generator is a %s here, and the state is "
+            "that of a %s; call numpy.random.set_bit_generator before the load, as that training did",
+            live["bit_generator"],
+            kind,
+        )
+    elif isinstance(state, dict):
+        numpy.random.set_state(_to_arrays(state, live, numpy))
+    else:
+        numpy.random.set_state((kind, numpy.frombuffer(state[1], numpy.uint32), *state[2:]))
+
+
+def _to_bytes(value: Any, array: type[Any]) -> Any:
+    if isinstance(value, dict):
+        return {name: _to_bytes(part, array) for name, part in value.items()}
+    return value.tobytes() if isinstance(value, array) else value
+
+
+def _to_arrays(value: Any, live: Any, numpy: Any) -> Any:
+    """Return a state with arrays in the place of bytes; ``live`` is one of the same generator, for their dtypes."""
+    if isinstance(value, dict):
+        return {name: _to_arrays(part, live[name], numpy) for name, part in value.items()}
+    return numpy.frombuffer(value, live.dtype) if isinstance(value, bytes) else value
 
 
 def add_random_state(states: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,8 +23,9 @@ TRAINER_ARGUMENTS = "training_args.bin"
 #: The files that accelerate saves with each model, one a rank.
 _RANDOM_STATES = re.compile(r"random_states_\d+\.pkl")
 #: Files of a training that transformers and accelerate save with its weights: no weights, whatever the suffix.
+#: ``custom_checkpoint_<n>.pkl`` has an object that the program registers with accelerate.
 _OF_TRAINING = re.compile(
-    r"(optimizer|scheduler|scaler|rng_state|random_states|training_args|sampler|dl_state_dict)[^/]*\.(pt|pth|bin|pkl)"
+    r"(optimizer|scheduler|scaler|rng_state|random_states|training_args|sampler|dl_state_dict|custom_checkpoint)[^/]*\.(pt|pth|bin|pkl)"
 )
 #: Files that are no weights; anything else may be, or be a folder of them.
 _TEXTS = re.compile(
@@ -48,8 +49,7 @@ def find_trainer_parts(names: Collection[str]) -> list[str]:
     They are FSDP's and DeepSpeed's, the model first; none of a step with ``model.safetensors`` alone, nor of any other
     folder.
     """
-    is_step = TRAINER_ARGUMENTS in names or TRAINER_STATE in names or any(map(_RANDOM_STATES.fullmatch, names))
-    if not is_step:
+    if TRAINER_ARGUMENTS not in names and TRAINER_STATE not in names and not _has_random_states(names):
         return []
     return sorted(filter(_PART.fullmatch, names), key=lambda name: (name.startswith("optimizer"), name))
 
@@ -80,6 +80,10 @@ def explain_step_without_optimizer(step: str, names: Collection[str]) -> str:
     return "the model only, without optimizer.pt: a resume begins with a new optimizer"
 
 
+def _has_random_states(names: Iterable[str]) -> bool:
+    return any(map(_RANDOM_STATES.fullmatch, names))
+
+
 def lacks_weights(names: Iterable[str]) -> bool:
     """Return whether a folder has the files that are saved with a model's weights, and no weights: these were lost.
 
@@ -87,8 +91,8 @@ def lacks_weights(names: Iterable[str]) -> bool:
         names: The names of its files and folders.
     """
     names = frozenset(names)
-    described = names & {HUB_CONFIG, TRAINER_STATE} or any(map(_RANDOM_STATES.fullmatch, names))
-    saved_with_weights = "generation_config.json" in names or any(map(is_of_training, names))
-    if HUB_ADAPTER_CONFIG not in names and not (described and saved_with_weights):
+    has_description = HUB_CONFIG in names or TRAINER_STATE in names or _has_random_states(names)
+    is_saved_with_weights = "generation_config.json" in names or any(map(is_of_training, names))
+    if HUB_ADAPTER_CONFIG not in names and not (has_description and is_saved_with_weights):
         return False
     return all(is_of_training(name) or _TEXTS.fullmatch(name) for name in names)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from shardckpt.errors import PluginError
 from shardckpt.planning.boxes import Box, Ints
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
 _MATRIX = 2  # axes that can be swapped
 #: The treatment of rows of the embedding that the model's ``vocab_size`` does not count, with which trainers pad it:
@@ -143,24 +144,23 @@ class Identity:
 def get_key_map_entries(mapping: KeyMapping, key: str, shape: Ints) -> Sequence[KeyMapEntry]:
     """Return the key map entries that a mapping has for a stored tensor.
 
-    One whose regions are not inside both tensors is a PluginError.
+    Anything else in their place, and an entry whose regions are not inside both tensors, are a PluginError.
     """
-    links = mapping.links(key, shape)
-    for link in () if isinstance(mapping, Identity) else links:  # of 100,000 tensors the check takes a second
-        if not _is_sound(link, shape):
-            raise PluginError(f"{type(mapping).__name__} maps {key!r} of shape {shape} to {link}, which does not fit")
-    return links
+    found: object = mapping.links(key, shape)
+    # links may be a generator: that can be read only once, and is true without an entry
+    entries = tuple(found) if isinstance(found, Iterable) else (found,)
+    for entry in () if type(mapping) is Identity else entries:  # of 100,000 tensors the check takes a second
+        if fault := _find_fault(entry, shape):
+            raise PluginError(f"{type(mapping).__name__} maps {key!r} of shape {shape} to {entry!r}, {fault}")
+    return entries
 
 
-def _is_sound(link: KeyMapEntry, shape: Ints) -> bool:
-    lead = link.dropped
-    if not 0 <= lead <= len(shape) == len(link.box.shape) or len(link.offset) != len(link.shape):
-        return False
-    if any(size != 1 for size in link.box.shape[:lead]) or (link.transposed and len(link.shape) < _MATRIX):
-        return False
-    return _is_inside(link.box, shape) and _is_inside(link.folder_box, link.shape)
-
-
-def _is_inside(box: Box, shape: Ints) -> bool:
-    sides = zip(box.offset, box.end, shape, strict=True)
-    return all(0 <= start <= stop <= size for start, stop, size in sides)
+def _find_fault(entry: object, shape: Ints) -> str:
+    """Return why an entry cannot be one of a stored tensor of this shape; ``""`` if it can."""
+    if not isinstance(entry, KeyMapEntry):
+        return "which is no KeyMapEntry: its links returns a list of them, an empty one where the folder has no tensor"
+    dropped = entry.dropped
+    is_dropped_once = dropped >= 0 and all(size == 1 for size in entry.box.shape[:dropped])
+    can_be_transposed = not entry.transposed or len(entry.shape) >= _MATRIX
+    is_sound = is_dropped_once and can_be_transposed and entry.box.fits(shape) and entry.folder_box.fits(entry.shape)
+    return "" if is_sound else "which does not fit"

@@ -81,7 +81,7 @@ class WritePlan(ChunkWork[EncodedIndex, Payload]):
         """Write all files, each item at its planned position."""
         boxes = sum(len(file.positions) for file in self.files)
         shared = [] if self.contiguous is None else self.contiguous.begin(writer, self.tensors[boxes:])
-        unfinished = self.write_data(writer, self.files, self._write_at_once)
+        unfinished = self.write_data(writer, self.files, self._write_data_files)
         if self.global_files is not None:
             files = self.global_files
             index = files.index.to_bytes(make_header(files.save_id, files.lineage))
@@ -99,7 +99,7 @@ class WritePlan(ChunkWork[EncodedIndex, Payload]):
         written = sorted(position for file in self.files for position in file.positions)
         self.record_written(writer, written, [key for file in self.files for key in file.objects])
 
-    def _write_at_once(self, writer: CheckpointWriter, files: Sequence[FilePlan]) -> list[FileWriter]:
+    def _write_data_files(self, writer: CheckpointWriter, files: Sequence[FilePlan]) -> list[FileWriter]:
         """Write data files concurrently; return them, for the caller to finish."""
         unfinished: list[FileWriter] = []
         runs: list[tuple[FilePlan, range, FileWriter]] = []

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import gc
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from shardckpt import dist_checkpointing
-from shardckpt.adapters import SavedModules, load_into, module_tree, to_sharded_state_dict
+from shardckpt.adapters import SavedModules, dtensor, load_into, module_tree, to_sharded_state_dict
 from tests.adapters.models import made_model
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.ranks import Ranks
 
 
 class _Job:
@@ -47,6 +51,19 @@ def test_modules_are_walked_once_a_save(monkeypatch: pytest.MonkeyPatch, kept: b
         job = _Job(monkeypatch, count)
         (saved.describe if kept else to_sharded_state_dict)(job.model, *job.optimizers)
         assert job.walks == 1
+
+
+def _count_layouts(_: str) -> int:
+    mesh = init_device_mesh("cpu", (1,))
+    state = {f"{number}": distribute_tensor(torch.ones(4), mesh, [Shard(0)]) for number in range(5)}
+    with mock.patch.object(dtensor, "_find_common", wraps=dtensor._find_common) as find:
+        to_sharded_state_dict(state)
+    return find.call_count
+
+
+def test_equal_layouts_of_a_state_dict_are_computed_once(ranks: Ranks, tmp_path: Path) -> None:
+    """The DTensors of a state dict that are cut alike share the layout, which takes most of the time."""
+    assert ranks.run(1, _count_layouts, str(tmp_path)) == [1]
 
 
 def test_a_load_walks_as_often_for_many_optimizers_as_for_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

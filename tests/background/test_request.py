@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
+import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.async_save import AsyncCallsQueue, AsyncRequest
@@ -10,7 +11,10 @@ from shardckpt.errors import CheckpointingException
 from tests.background import jobs
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
     from pathlib import Path
+
+    from tests.ranks import Ranks
 
 
 def test_megatrons_convention_of_a_request() -> None:
@@ -40,6 +44,30 @@ def test_a_request_can_be_executed_in_the_foreground(tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
     request.execute_sync()
     jobs.check(str(tmp_path / "c"), 5.0)
+
+
+def _fail_to_note(_: str) -> list[str]:
+    def note(written: Future[Any]) -> None:
+        if dist.get_rank() == 1:
+            raise OSError(f"no note of {written.result()}")
+
+    seen: list[str] = []
+
+    def fail(error: BaseException) -> BaseException:
+        seen.append(str(error))
+        return error
+
+    request = AsyncRequest(lambda: 7, (), [lambda: seen.append("finalized")], written_fn=note, failed_fn=fail)
+    with pytest.raises(CheckpointingException, match=r"rank 1.*no note of 7"):
+        request.execute_sync()
+    return seen
+
+
+def test_a_written_fn_that_fails_in_the_foreground_is_an_error_of_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    """As in a queue: no rank finalizes, and each calls its ``failed_fn``."""
+    for seen in ranks.run(2, _fail_to_note, str(tmp_path)):
+        assert len(seen) == 1
+        assert "no note of 7" in seen[0]
 
 
 def test_a_finalize_function_that_fails_after_the_commit_says_so(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as ours
+from shardckpt.archive import encode_object
 from shardckpt.compat.megatron import dist_checkpointing as dc
 from shardckpt.compat.megatron.dist_checkpointing import serialization, validation
 from shardckpt.compat.megatron.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
@@ -303,6 +305,16 @@ def test_what_a_checkpoint_cannot_have_is_named(tmp_path: Path, what: str) -> No
     assert not list(tmp_path.iterdir())
 
 
+@table("content", [{}, {"other": 1}, [3]])
+def test_an_object_that_its_file_lacks_is_damage(tmp_path: Path, content: Any) -> None:
+    """Where no digest tells it, the error names the file and the object that the index has there."""
+    dc.save({"w": _tensor(), "o": ShardedObject("o", 7, (1,), (0,))}, tmp_path / "c", _Save())
+    (tmp_path / "c" / "shardckpt.json").unlink()
+    (tmp_path / "c" / "objects_0.pt").write_bytes(encode_object(content, "content", ()))
+    with pytest.raises(CorruptCheckpointError, match=r"objects_0\.pt lacks 'o/shard_0_1', which shardckpt_index\.json"):
+        dc.load({**_wanted(), "o": ShardedObject("o", None, (1,), (0,))}, tmp_path / "c", _Load())
+
+
 @table("name", ["common.pt", "shardckpt_index.json", "objects_0.pt"])
 def test_a_file_with_the_name_of_another_is_named(tmp_path: Path, name: str) -> None:
     """What is stored beside the strategy's files has names that it cannot give: the error says so, and which."""
@@ -405,6 +417,28 @@ class _AsyncSave(base.AsyncSaveShardedStrategy):
         return AsyncRequest(
             _write_file, (checkpoint_dir / f"{key}.pt", None), [finalize] if key == "a" else [], preload_fn=preload
         )
+
+
+class _FieldsAlone(_AsyncSave):
+    """Returns another library's request, with the three fields that all have, and others that are given."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__("files", 1)
+        self.more = more
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        def write(folder: Path) -> None:
+            torch.save(sharded_state_dict["w"].data, folder / "w.pt")
+
+        return SimpleNamespace(async_fn=write, async_fn_args=[checkpoint_dir], finalize_fns=[], **self.more)
+
+
+def test_a_request_needs_no_more_than_the_fields_of_every_library(tmp_path: Path) -> None:
+    """A request without ``preload_fn`` is written; one whose ``preload_fn`` has no place to go is an error."""
+    dc.save({"w": _tensor()}, tmp_path / "c", _FieldsAlone())
+    assert (tmp_path / "c" / "w.pt").is_file()
+    with pytest.raises(CheckpointingException, match="with a preload_fn needs a second argument"):
+        dc.save({"w": _tensor()}, tmp_path / "d", _FieldsAlone(preload_fn=list))
 
 
 def _shards(value: float) -> dict[str, ShardedTensor]:

@@ -306,6 +306,22 @@ def test_the_extra_state_of_modules_is_not_looked_for(tmp_path: Path, caplog: py
     assert "fc1._extra_state" in caplog.text
 
 
+def _load_undescribed(folder: Path) -> list[str]:
+    rank = dist.get_rank()
+    state = entire({f"w{rank}": torch.zeros(2)}) | ({"raw": {"w0": torch.zeros(2)}} if rank else {})
+    return [*load_from_huggingface(state, folder, validate_access_integrity=False)]
+
+
+def test_tensors_that_no_shard_describes_are_said(
+    ranks: Ranks, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A module's own state dict in the place of its description is not left as it is in silence, on any rank."""
+    folder = write(tmp_path / "m", {"w0": torch.ones(2), "w1": torch.ones(2)})
+    assert load_from_huggingface({"w0": torch.zeros(2)}, folder) == {}
+    assert "no shard describes 1 tensor of the state dict to load" in caplog.text
+    assert ranks.run(2, _load_undescribed, folder) == [["w0"], ["w1"]]
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     """An index whose files are not all there is an error that names the file."""
     write(tmp_path / "hf", {"a": torch.ones(9), "b": torch.ones(9)}, 36)

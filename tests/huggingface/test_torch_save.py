@@ -5,7 +5,7 @@ import enum
 import io
 import types
 import zipfile
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -126,6 +126,31 @@ def test_tensors_in_containers_of_any_class_are_read(tmp_path: Path) -> None:
     assert type(common["pair"][0]) is OrderedDict
     found = common["args"].mean, common["other"].deep[0]["mean"], common["recent"][0], *common["pair"][0].values()
     assert all(value.equal(tensor) for value in (*found, common["pair"][1]))
+
+
+def test_tensors_that_are_keys_and_in_sets_are_read(tmp_path: Path) -> None:
+    """Dicts by tensors in a container of a file come with their keys, and sets without the loss of an item."""
+    first, second = torch.arange(3.0), torch.ones(2)
+    nest = (Counter({(first, "a"): 0}), {7: "plain", first: second}, {first, first.detach()})
+    torch.save({"w": first, "nest": nest}, tmp_path / "a.pt")
+    convert_checkpoint(tmp_path / "a.pt", tmp_path / "there", "torch_dist")
+    counts, values, items = dc.load_common_state_dict(tmp_path / "there")["nest"]
+    ((pair, count),) = counts.items()
+    assert (pair[0].tolist(), pair[1], count) == ([0, 1, 2], "a", 0)
+    (seven, plain), (key, value) = values.items()
+    assert (seven, plain, key.tolist(), value.tolist()) == (7, "plain", [0, 1, 2], [1, 1])
+    assert [item.tolist() for item in items] == [[0, 1, 2]] * 2
+
+
+def test_a_state_by_parameters_goes_to_a_checkpoint_and_back(tmp_path: Path) -> None:
+    """A dict by tensors, as torch's first optimizers had their state, comes back with its keys."""
+    first, second = torch.arange(3.0), torch.ones(2)
+    torch.save({"state": {first: {"step": second}, second: 5}}, tmp_path / "a.pt")
+    convert_checkpoint(tmp_path / "a.pt", tmp_path / "there", "torch_dist")
+    assert [*dc.load_plain_tensors(tmp_path / "there")] == ["state.tensor([0., 1., 2.]).step"]
+    convert_checkpoint(tmp_path / "there", tmp_path / "back.pt", "torch")
+    (one, its), (two, number) = torch.load(tmp_path / "back.pt", weights_only=True)["state"].items()
+    assert (one.tolist(), its["step"].tolist(), two.tolist(), number) == ([0, 1, 2], [1, 1], [1, 1], 5)
 
 
 class Pair(NamedTuple):

@@ -190,6 +190,8 @@ def test_arguments_that_say_too_little(tmp_path: Path) -> None:
     """A limit without a folder, and arguments of another kind, say what is wanted; numpy's numbers are some."""
     with pytest.raises(CheckpointingException, match="name no folder: give one as output_dir or save"):
         cleanup_old_checkpoints(Namespace(save_total_limit=2, output_dir=None))
+    with pytest.raises(CheckpointingException, match="a dict with save_total_limit, which is read as an attribute"):
+        cleanup_old_checkpoints({"save_total_limit": 2, "output_dir": str(tmp_path)})
     with pytest.raises(CheckpointingException, match="save_total_limit is 'two': expected a whole number"):
         clean(str(tmp_path), "two")
     for limit in (True, np.ones(2, int)):

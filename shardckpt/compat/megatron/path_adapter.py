@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from shardckpt import settings
 from shardckpt.archive.objects import decode_object, encode_object
+from shardckpt.background.request import AsyncRequest, RequestFields
 from shardckpt.commit.commit import find_foreign
 from shardckpt.commit.staging_names import is_temporary
 from shardckpt.compat.megatron.base_classes import AsyncSaveShardedStrategy, LoadShardedStrategy, SaveShardedStrategy
@@ -195,38 +196,37 @@ class AsyncPathSaver(PathSaver, AsyncSaveStrategy):
             for shard in given:
                 _detach_from_training(shard)
             request = self.strategy.async_save(_name_shards(given), context.staging)
-            if not hasattr(request, "async_fn"):
-                raise PluginError(f"{_name(self.strategy)}.async_save returned {request!r}, no AsyncRequest")
-            args = list(request.async_fn_args)
-            if request.preload_fn is not None:
-                args[1] = request.preload_fn()  # Megatron's convention: the second
-            finalize_fns = list(request.finalize_fns)
-            work = _RequestWork(request.async_fn, args, dict(getattr(request, "async_fn_kwargs", None) or {}))
+            if not isinstance(request, RequestFields):
+                raise PluginError(
+                    f"{_name(self.strategy)}.async_save returned {request!r}, no AsyncRequest, which has async_fn, "
+                    "async_fn_args and finalize_fns"
+                )
+            staged = AsyncRequest.of(request).staged()
+            finalize_fns = list(staged.finalize_fns)
 
         def finish(results: Sequence[Any], context: SaveContext) -> None:
             # ranks may have different numbers of them
             for number in range(*context.comm.largest(len(finalize_fns))):
                 with context.comm.collective_phase("finalizing a background save"):
-                    for function in finalize_fns[number : number + 1]:
-                        function()
+                    if number < len(finalize_fns):
+                        finalize_fns[number]()
             finish_rest(results, context)
 
-        return PreparedSave(work, finish)
+        return PreparedSave(_RequestWork(staged), finish)
 
 
 class _RequestWork:
     """Writes by the function of an AsyncRequest; the tensors are among its arguments, staged already."""
 
-    def __init__(self, function: Callable[..., Any] | None, args: list[Any], keywords: dict[str, Any]) -> None:
+    def __init__(self, request: AsyncRequest) -> None:
         self.tensors: list[torch.Tensor] = []
         self.keys: list[str] = []
-        self._call = (function, args, keywords)
+        # a worker process gets it as a pickle, and the functions that stay in this process may have none
+        self._request = AsyncRequest(request.async_fn, request.async_fn_args, [], request.async_fn_kwargs)
 
     def write(self, writer: CheckpointWriter) -> None:  # noqa: ARG002 - the function knows its directory
         """Write this rank's files."""
-        function, args, keywords = self._call
-        if function is not None:
-            function(*args, **keywords)
+        self._request.run()
 
 
 class PathLoader(LoadStrategy):
@@ -278,20 +278,19 @@ class PathLoader(LoadStrategy):
             verify_integrity(reader.place, reader.manifest, comm)
         context.require_same_save(reader.manifest.save_id.encode(), "record")
         with comm.collective_phase(f"loading by {name}"):
-            stored = {} if index is None else index.objects
-            stored_here = {key: stored[key] for shard in wanted if stored.get(key := stored_key(shard))}
-            objects: dict[str, Any] = {}
-            for file in sorted(set(stored_here.values())):
-                objects.update(decode_object(reader.read(file), file, context.allow_globals))
-            asked = _name_shards([build_copy(shard) for shard in wanted if stored_key(shard) not in stored_here])
+            files = {} if index is None else index.objects
+            stored_apart = {key: files[key] for shard in wanted if files.get(key := stored_key(shard))}
+            objects = _read_objects(stored_apart, reader, context.allow_globals)
+            asked = _name_shards([build_copy(shard) for shard in wanted if stored_key(shard) not in objects])
             loaded: Any = self.strategy.load(dict(asked), directory)
             if was_replaced(reader.place):
                 raise replaced_error(directory, f"{name} may have read files of two saves")
-            absent = [repr(key) for key in asked if key not in loaded] if isinstance(loaded, dict) else ["a dict"]
-            if absent:
+            if not isinstance(loaded, dict):
+                raise PluginError(f"{name}.load did not return a dict")
+            if absent := [repr(key) for key in asked if key not in loaded]:
                 raise PluginError(f"{name}.load did not return {listed(absent)}")
-        values = iter([loaded[key] for key in asked])
-        return [objects[key] if (key := stored_key(shard)) in stored_here else next(values) for shard in wanted]
+        values = iter([loaded[key] for key in asked])  # in the order of the shards that are not among the objects
+        return [objects[key] if (key := stored_key(shard)) in objects else next(values) for shard in wanted]
 
     def load_common(self, context: LoadContext) -> StateDict:
         """Return the common state, as this module or Megatron has stored it; ``{}`` if there is none."""
@@ -452,6 +451,15 @@ def _read_index(reader: CheckpointReader) -> _Index | None:
         return _Index.model_validate(parse_json(reader.read(_INDEX)))
     except ValueError as exc:  # pydantic's ValidationError, too
         raise CorruptCheckpointError(f"{reader.directory / _INDEX} is damaged: {exc}") from exc
+
+
+def _read_objects(stored: dict[str, str], reader: CheckpointReader, allow_globals: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the objects that the strategy does not store by their keys; ``stored`` has the file of each."""
+    content = {file: decode_object(reader.read(file), file, allow_globals) for file in sorted({*stored.values()})}
+    for key, file in stored.items():
+        if not isinstance(content[file], dict) or key not in content[file]:
+            raise CorruptCheckpointError(f"{reader.directory / file} lacks {key!r}, which {_INDEX} names there")
+    return {key: content[file][key] for key, file in stored.items()}
 
 
 def _parse_dtype(name: str) -> torch.dtype:

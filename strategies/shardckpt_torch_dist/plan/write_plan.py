@@ -53,7 +53,7 @@ class WritePlan(ChunkWork[StoredIndex, bytes]):
 
     def write_files(self, writer: CheckpointWriter) -> None:
         """Write all files, each item at its planned position."""
-        unfinished = self.write_data(writer, self.files, self._write_at_once)
+        unfinished = self.write_data(writer, self.files, self._write_data_files)
         if self.global_files is not None:
             index, save_id = self.global_files.index, self.global_files.save_id
             # The index files come first: they are finished while the last tensors are still being written.
@@ -70,7 +70,7 @@ class WritePlan(ChunkWork[StoredIndex, bytes]):
             [key for file in self.files for key in file.objects],
         )
 
-    def _write_at_once(self, writer: CheckpointWriter, files: Sequence[FilePlan]) -> list[FileWriter]:
+    def _write_data_files(self, writer: CheckpointWriter, files: Sequence[FilePlan]) -> list[FileWriter]:
         """Write data files concurrently; return them, for the caller to finish."""
         open_files = [(file, writer.create(file.name, file.nbytes)) for file in files]
         for file, into in open_files:
