@@ -1,4 +1,4 @@
-"""One rank's part of a state dict, whose tensors can be taken out and put back: what a local checkpoint consists of."""
+"""One rank's part of a state dict, whose tensors can be taken out and put back, for local checkpoints."""
 
 from __future__ import annotations
 
