@@ -258,3 +258,9 @@ def test_local_objects_unwrap() -> None:
     value = object()
     assert LocalNonpersistentObject(value).unwrap() is value
     assert LocalNonpersitentObject is LocalNonpersistentObject
+
+
+def test_a_number_in_the_place_of_a_shape_is_an_error_by_key() -> None:
+    """A description without data takes a tuple; the error of a number shows the tuple of one axis."""
+    with pytest.raises(ShardingError, match=r"'w': the shape 3 is no tuple: pass \(3,\) for one axis"):
+        ShardedTensor.from_global_shape("w", torch.float32, 3)  # type: ignore[arg-type]

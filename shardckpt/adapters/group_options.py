@@ -26,9 +26,9 @@ STATE, GROUPS, PARAMS, PARAM_NAMES = "state", "param_groups", "params", "param_n
 OTHERS = "others"
 #: Classes of the values that are stored once for all groups that have them.
 _PLAIN = frozenset((int, float, bool, str, type(None)))
-#: What the names of stored groups begin with, as the names of parameters do not.
+#: The prefix of the names of stored groups, which no name of a parameter has.
 GROUP_NAME = "(group "
-#: The same of several groups that are one object: of more than FEW_GROUPS, which cost more than what is in them.
+#: The same of several groups that are one object: of more than FEW_GROUPS, which cost more than their content.
 GROUPS_NAME = "(groups "
 FEW_GROUPS = 16
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from shardckpt.adapters.dtensor import to_local
-from shardckpt.errors import ShardingError
+from shardckpt.errors import ShardingError, name_known
 from shardckpt.mapping.factory import ShardedTensorFactory
 from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.mapping.sharded_tensor import ShardedTensor
@@ -129,7 +129,8 @@ def optim_state_to_sharding_state(
     Args:
         optim_state_dict: The state dict; on an error it does not change.
         id_to_sharded_param_map: From :func:`get_param_id_to_sharded_param_map`.
-        exclude_keys: Names of state to leave out, or one such name.
+        exclude_keys: Names of state to leave out, or one such name. One that no state has is named by a warning, but
+            for ``step``, which Megatron's trainers pass for any optimizer.
 
     Raises:
         ShardingError: a parameter with state is not in the map, its state has another shape, or this is no state dict
@@ -138,6 +139,7 @@ def optim_state_to_sharding_state(
     if missing := sorted({"state", "param_groups"} - optim_state_dict.keys()):
         raise ShardingError(f"the optimizer's state dict lacks {', '.join(missing)}: pass optimizer.state_dict()")
     excluded = {exclude_keys} if isinstance(exclude_keys, str) else set(exclude_keys)
+    _warn_of_unused(excluded - {"step"}, {name for values in optim_state_dict["state"].values() for name in values})
     sharded: dict[int, dict[str, Any]] = {}
     for number, values in optim_state_dict["state"].items():
         kept = {name: value for name, value in values.items() if name not in excluded}
@@ -156,6 +158,13 @@ def optim_state_to_sharding_state(
     # only now: on an error above, the caller's dict has not changed
     optim_state_dict["param_groups"] = groups
     optim_state_dict["state"] = sharded
+
+
+def _warn_of_unused(excluded: Collection[str], known: Collection[str]) -> None:
+    """Warn of each name that leaves out nothing; before the first step there is no state to compare it with."""
+    for name in sorted(excluded) if known else ():
+        if name not in known:
+            logger.warning("exclude_keys: no state has the name %r %s", name, name_known(name, known, "state"))
 
 
 def _describe_value(param: ShardedParam, value: Any, prefix: str) -> Any:

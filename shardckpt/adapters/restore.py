@@ -24,6 +24,7 @@ from shardckpt.adapters.module_tree import list_state_columns, list_state_tensor
 from shardckpt.adapters.modules import as_parts, read_model, share_memory
 from shardckpt.adapters.optimizers import EMPTY, ENTRIES, find_owner, name_parts, own_method, read_optimizer
 from shardckpt.adapters.own_values import find_own_values
+from shardckpt.adapters.torch_optimizers import check_classes_of_state
 from shardckpt.adapters.versions import add_versions
 from shardckpt.engine.gc_pause import pause_gc
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed, show_given
@@ -72,7 +73,8 @@ def load_into(
     Raises:
         KeyMismatchError: a parameter was not loaded; modules and optimizers do not change.
         CheckpointingException: parameters of one group were saved with different options, ``loaded`` does not have the
-            structure of ``to_sharded_state_dict``, or no group has an option of ``keep_options``.
+            structure of ``to_sharded_state_dict``, no group has an option of ``keep_options``, or one of torch's
+            optimizers cannot load the state of another class. If it can, and ignores it, that is a warning.
         DtypeMismatchError: ``loaded`` has values that the dtype of a module's tensor cannot hold.
     """
     parts = as_parts(model_or_parts)
@@ -112,6 +114,7 @@ def load_into(
         log_kept(kept_options, [(group, _find_options(group, options)) for one in live for group in one.groups])
     for optimizer, groups in zip(optimizers, filled, strict=True):
         _share_options(groups, optimizer.param_groups)
+    check_classes_of_state(optimizers, [one.names for one in live], states)
     # everything is checked above, before the first module changes
     for part in parts:
         _hand_over_tensors(part, model)

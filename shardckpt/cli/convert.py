@@ -60,7 +60,7 @@ def add_options(parser: Any) -> None:
 
 
 def add_target_options(parser: Any) -> None:
-    """Add the options that say what is written at DST, which every verb that converts has."""
+    """Add the options about the files at DST, for every verb that converts."""
     parser.add_argument(
         "--to",
         type=parse_target,

@@ -303,7 +303,7 @@ def _find_writer(found: Sequence[CheckpointSummary]) -> str:
 
 
 def _describe_state(found: CheckpointSummary) -> str:
-    """Return the state with its reason, the verdict of ``verify --mark``, and what keeps the checkpoint."""
+    """Return the state with its reason, the verdict of ``verify --mark``, and the reasons to keep the checkpoint."""
     if not found.has_failed:
         names = [_name_state(found)]
     elif found.state == "whole":  # by its sizes; the verdict is about its bytes

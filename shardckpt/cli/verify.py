@@ -417,9 +417,10 @@ def _summary(results: Sequence[FileResult]) -> str:
 def _name_checks(files: Sequence[FileResult]) -> str:
     """Return the verdict on a checkpoint without a fault that has files without digests: how these were checked."""
     ways = {file.checked for file in files if not file.foreign}
-    names = {"digests": "digests", "crc32": "CRC-32", "structure": "structure", "nothing": "no check of links"}
-    said = " and ".join(name for way, name in names.items() if way in ways)
-    return f"intact by {said or 'its index'}" + " without digests" * ("digests" not in ways)
+    names = {"digests": "digests", "crc32": "CRC-32", "structure": "structure"}
+    said = " and ".join(name for way, name in names.items() if way in ways) or "its index" * (not ways)
+    without = " without digests" * ("digests" not in ways) + ", links not opened" * ("nothing" in ways)
+    return f"intact{said and f' by {said}'}{without}"
 
 
 def _explain_checks(own: Sequence[FileResult], which: str = "") -> str:

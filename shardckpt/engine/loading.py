@@ -124,11 +124,11 @@ def load_checkpoint(
     twins = find_twins(available, filled_by_twins)
     ignored = [] if on_unused == "ignore" else template.find_ignored_tensors(common)
     # in the message that tells whether a rank has failed
-    may_change, is_ignored = comm.largest(
+    may_change, most_ignored = comm.largest(
         not allow_dtype_cast and any(can_change_values(*pair) for pair in casts), len(ignored)
     )
-    if is_ignored:
-        report_ignored(ignored, on_unused, comm)
+    if most_ignored:
+        report_ignored(ignored, most_ignored, on_unused, comm)
     wanted_values = [_without_data(shard) if n in twins else shard for n, shard in enumerate(available)]
     found = checkpoint.values(wanted_values, is_synced=True)
     with checkpoint.operation.local_phase("comparing tied tensors"):
@@ -260,10 +260,12 @@ def _log_left_out(template: LoadTemplate) -> None:
     logger.log(level, "left out of the result, since it did not exist when the checkpoint was saved: %s", names)
 
 
-def report_ignored(ignored: list[str], on_unused: OnUnused, comm: Comm) -> None:
-    """Collective: say of some rank which tensors of its state dict no load fills; raise if ``on_unused`` says so."""
+def report_ignored(ignored: list[str], count: int, on_unused: OnUnused, comm: Comm) -> None:
+    """Collective: say of some rank which tensors of its state dict no load fills; raise if ``on_unused`` says so.
+
+    ``count`` is the largest number of such tensors of a rank.
+    """
     paths = next(filter(None, comm.all_gather(ignored[:_FEW])))
-    (count,) = comm.largest(len(ignored))
     text = (
         f"no shard describes {format_many(count, 'tensor')} of the state dict to load, neither filled nor in the "
         f"result: {listed(paths)}{', ...' if count > len(paths) else ''}; describe them as the save did: "

@@ -174,7 +174,7 @@ def clear_uploads(
 
 
 def explain_unseen_uploads(path: str | os.PathLike[str]) -> str:
-    """Say what to do about uploads of killed saves that nothing here can list.
+    """Return advice about uploads of killed saves that nothing here can list.
 
     ``""`` for a directory, or where they can be listed.
     """

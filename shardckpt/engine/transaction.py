@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 _ANY = TypeAdapter[Any](Any)
 
-#: A save's name and owner, 128 bits each, travel as four numbers of 64 bits: what ranks add up are int64.
+#: A save's name and owner, 128 bits each, travel as four int64 numbers, since ranks add int64.
 _NAME = struct.Struct("<4q")
 _ID_DIGITS = 32
 #: Bytes of file records with tables of digests that all ranks send to the main rank, at most. Where they would be more,
@@ -235,7 +235,7 @@ class Transaction:
         streamed = writer.streamed if before is None else {*writer.streamed, *before.streamed}
         uploading = partial(self.operation.local_phase, "uploading")
         self._committer.send([file.name for file in files], [file.name for file in added], streamed, uploading)
-        # before the gather: once the main rank has all records it may commit, and what is there must stay
+        # before the gather: once the main rank has all records it may commit, and the files must stay
         self._committer.hand_over()
         nbytes = sum(file.size for file in files) + sum(sum(part.lengths) for part in parts)
         timeline = self.timeline.pack(ready, nbytes) if self.operation.kind == "save" else b""
@@ -305,7 +305,7 @@ class Transaction:
         own = bytes(_NAME.size)  # of the other ranks: the sum is what the main rank gives
         if begun.save_id:
             own = bytes.fromhex(begun.save_id + (begun.owner or Owner.current()).text)
-        # two in one number: what comm.total sends in one message is few
+        # two in one number: comm.total sends few numbers in one message
         flags = int(begun.is_replacing) + 2 * self._given
         bits = self.operation.comm.world_size.bit_length()  # the votes for each digest are counted in bits of their own
         votes, lacking, flags, *name = self.operation.comm.total(

@@ -31,20 +31,7 @@ def list_assets(assets: PathLike | Sequence[PathLike], mapping: object = None) -
     error if there are no files, two have one name, or one is a folder, weights, or of a checkpoint.
     """
     if isinstance(assets, (str, os.PathLike)):
-        folder = locate(assets, get_plugin_manager())
-        if lacks_directory(folder):
-            why = "that is a file: give the folder, or a list of files"
-            if not folder.is_file():
-                why = f"there is no such folder {name_siblings(folder)}".rstrip()
-            raise StorageError(f"assets={assets}: {why}")
-        with wrap_os_errors("list", folder):
-            found = sorted(folder.iterdir(), key=lambda path: path.name)
-            is_adapter = find_adapter_mapping(mapping) is not None
-            is_wanted = is_asset if not is_adapter else (lambda name: name == ADAPTER)
-            wanted = [path for path in found if is_wanted(path.name)]
-            files = [path for path in wanted if path.is_file()]
-            if lost := [path.name for path in wanted if path.is_symlink() and not path.exists()]:
-                raise StorageError(f"assets={assets}: {listed(lost)} is a link to a missing file: restore the file")
+        files = _list_folder(assets, mapping)
     else:
         paths = list_given(assets)
         if wrong := [path for path in paths if not isinstance(path, (str, os.PathLike))]:
@@ -62,6 +49,26 @@ def list_assets(assets: PathLike | Sequence[PathLike], mapping: object = None) -
     if folders := [str(path) for path in files if path.is_dir()]:
         raise CheckpointingException(f"assets: {listed(folders)} is a folder: give it alone, or files")
     return files
+
+
+def _list_folder(assets: PathLike, mapping: object) -> list[Path]:
+    """Return the files of a folder, or of a URL, that are copied."""
+    if not os.fspath(assets):  # of a variable that is not set
+        raise StorageError("assets='': the path is empty: give a directory ('.' is the current one) or a URL")
+    folder = locate(assets, get_plugin_manager())
+    if lacks_directory(folder):
+        why = "that is a file: give the folder, or a list of files"
+        if not folder.is_file():
+            why = f"there is no such folder {name_siblings(folder)}".rstrip()
+        raise StorageError(f"assets={assets}: {why}")
+    with wrap_os_errors("list", folder):
+        found = sorted(folder.iterdir(), key=lambda path: path.name)
+        is_adapter = find_adapter_mapping(mapping) is not None
+        is_wanted = is_asset if not is_adapter else (lambda name: name == ADAPTER)
+        wanted = [path for path in found if is_wanted(path.name)]
+        if lost := [path.name for path in wanted if path.is_symlink() and not path.exists()]:
+            raise StorageError(f"assets={assets}: {listed(lost)} is a link to a missing file: restore the file")
+        return [path for path in wanted if path.is_file()]
 
 
 def read_asset(path: Path) -> bytes:

@@ -144,8 +144,9 @@ def load_from_huggingface(
                 strategy = HuggingFaceLoadStrategy(found, chosen, prefix, wanted)
                 _refuse_missing(strategy, path, mapping, optional_ends)
             ignored = template.find_ignored_tensors({})  # a folder has no common state that could have them
-            if any(comm.largest(len(ignored))):
-                report_ignored(ignored, "warn", comm)
+            (most_ignored,) = comm.largest(len(ignored))
+            if most_ignored:
+                report_ignored(ignored, most_ignored, "warn", comm)
             if strategy.is_partial:
                 _refuse_unplaced(strategy, path, operation, strict=strict)
             at = Path(found.directory) if found.directory else place

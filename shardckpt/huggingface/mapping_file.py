@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #: A file of Python with the name of the mapping in it, or a file of JSON.
 _FILE = re.compile(r"(?P<path>.+\.(?:json|py))(?::(?P<name>\w+))?")
 _DEFAULT_NAME = "MAPPING"
-#: What "split" may be in JSON: rows as Megatron has them, by the model's config.
+#: The values of "split" in JSON: rows as Megatron has them, by the model's config.
 _SPLITS = {"qkv": split_qkv, "vocabulary": split_vocabulary}
 
 
@@ -49,7 +49,7 @@ def find_code(mapping: str) -> Path | None:
 
 
 def _find_file(text: str) -> tuple[Path | None, str | None]:
-    """Return the existing file and the name in it that a text names; None for what it does not name."""
+    """Return the existing file that a text names, and the name in it; None for each that the text lacks."""
     found = _FILE.fullmatch(text)
     if found is None:
         return None, None

@@ -38,7 +38,7 @@ _BUILTIN: dict[type[Any], Callable[[Any], Any]] = {
     frozenset: set,
     bytearray: bytes,
 }
-#: What to do about a value that a file does not hold.
+#: Advice about a value that a file does not hold.
 _ADVICE = "leave it out (--leave-out), or convert to a format that stores objects"
 
 
@@ -92,7 +92,7 @@ class TorchFile:
         with replace_file(path, journal) as staged:
             needed = sum(each.nbytes for each in declared) - (0 if journal is None else journal.nbytes)
             refuse_full(path, needed, "convert to")
-            # a killed run may have written them: what the journal has digests of is without
+            # a killed run may have written CRCs: files with digests in the journal have none
             clear_crcs(staged, frame.crcs)
             with open_writer(staged.parent, journal) as writer:
                 write_blocks(writer, staged.name, FileLayout(sorted(parts), spans), checkpoint)

@@ -89,8 +89,6 @@ class ShardedState:
         _REGISTERED.add(accelerator)
         #: Optimizers that have our hooks.
         self._hooked: WeakSet[torch.optim.Optimizer] = WeakSet()
-        #: Those whose next ``state_dict()`` of Accelerate's save_state returns the note.
-        self._withheld: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._handles: list[Any] = [
             accelerator.register_save_state_pre_hook(self._save),
             accelerator.register_load_state_pre_hook(self._load),
@@ -104,7 +102,6 @@ class ShardedState:
             handle.remove()
         self._handles.clear()
         self._hooked.clear()
-        self._withheld.clear()
         _REGISTERED.discard(self._accelerator)
 
     def _save(self, models: list[torch.nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
@@ -115,7 +112,6 @@ class ShardedState:
         dist_checkpointing.save(state, Path(output_dir, FOLDER), self._strategy, overwrite=True)
         weights.clear()
         self._hook_optimizers()
-        self._withheld.update(self._optimizers())
 
     def _load(self, models: list[torch.nn.Module], input_dir: str) -> None:
         """Collective: load models and optimizers. Emptying ``models`` tells Accelerate that they are loaded."""
@@ -145,14 +141,13 @@ class ShardedState:
                 self._handles.append(each.register_state_dict_post_hook(self._withhold_state))
                 self._handles.append(each.register_load_state_dict_pre_hook(_ignore_note))
 
-    def _withhold_state(self, optimizer: torch.optim.Optimizer, _state: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the note if save_state asks, which has called our hook before; others get the optimizer's state."""
-        frame = inspect.currentframe() if optimizer in self._withheld else None
+    def _withhold_state(self, _optimizer: torch.optim.Optimizer, _state: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the note if this accelerator's save_state asks, after :meth:`_save`; others get the state."""
+        frame = inspect.currentframe()  # Accelerate has no hook at the end of save_state that could reset a mark
         while frame is not None and frame.f_code is not save_accelerator_state.__code__:
             frame = frame.f_back
-        if frame is None:
+        if frame is None or frame.f_locals["optimizers"] is not self._accelerator._optimizers:  # noqa: SLF001
             return None
-        self._withheld.discard(optimizer)
         return {"state": {}, "param_groups": [], "note": _NOTE}
 
 

@@ -82,7 +82,7 @@ _QUOTA = "shardckpt_quota_bytes"
 
 
 class _FolderCollector:
-    """Gauges of a folder, most by listing it: each scrape gives what was measured last, and has it measured anew.
+    """Gauges of a folder, most by listing it: each scrape gives the last values, and starts a new measurement.
 
     A store that does not answer keeps no scrape waiting: Prometheus would give up, and have no metric of this rank.
     What is not known has no sample: a NaN would be in every sum, and in a forecast for hours. ``quota`` is the bytes

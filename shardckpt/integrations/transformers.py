@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: What warns when the Trainer has read a folder that lacks weights.
+#: The logger of the warning that a folder lacks weights.
 _TRAINER = logging.getLogger("transformers.trainer")
 #: The key of the Trainer's state in a checkpoint.
 _STATE = "trainer_state"
@@ -253,7 +253,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             control.should_training_stop = True
 
     def _close_manager(self) -> None:
-        """Collective: commit what a training that failed, such as one of ``auto_find_batch_size``, was saving."""
+        """Collective: commit the pending saves of a training that failed, such as one of ``auto_find_batch_size``."""
         if self.manager is not None:
             self.manager.close()
 

@@ -22,7 +22,7 @@ class Inventory:
         self.world_size = len(parts_of_ranks)
         #: The ranks on whose disks each part is undamaged, ascending.
         self.holders = find_holders([part for part, fault in parts.items() if not fault] for parts in parts_of_ranks)
-        #: The ranks with damaged parts, and what is wrong with each.
+        #: The ranks with damaged parts, and the fault of each.
         self.faults = [(rank, why) for rank, parts in enumerate(parts_of_ranks) for why in parts.values() if why]
         found = {part.save for parts in parts_of_ranks for part in parts}
         #: The saves of as many ranks as there are now, the newest last.

@@ -1,4 +1,4 @@
-"""One rank's part of a state dict, whose tensors can be taken out and put back: what a local checkpoint consists of."""
+"""One rank's part of a state dict, whose tensors can be taken out and put back, for local checkpoints."""
 
 from __future__ import annotations
 
@@ -187,8 +187,9 @@ class TensorAwareStateDict:
                 check_shapes(available, {shard.key: tuple(shard.global_shape) for shard in described})
                 check_dtypes(available, {shard.key: shard.dtype for shard in described}, allow_cast=allow_dtype_cast)
                 ignored = template.find_ignored_tensors(self.common)
-            if any(comm.largest(len(ignored))):
-                report_ignored(ignored, "warn", comm)
+            (most_ignored,) = comm.largest(len(ignored))
+            if most_ignored:
+                report_ignored(ignored, most_ignored, "warn", comm)
             with comm.collective_phase("collecting shards"):
                 group = Comm(parallelization_group) if algo == "fully_parallel" else Comm(alone=True)
                 with group.collective_phase("collecting shards"):

@@ -32,14 +32,14 @@ _PARALLEL = 0.9995
 
 
 class Combination(NamedTuple):
-    """A weighted sum: a weight for each source's values, and what the sum is divided by."""
+    """A weighted sum: a weight for each source's values, and the divisor of the sum."""
 
     weights: tuple[float, ...]
     divisor: float = 1.0
 
     @property
     def is_average(self) -> bool:
-        """Whether no result is outside of what its values span."""
+        """Whether every result is between the smallest and the largest of its values."""
         return min(self.weights) >= 0 and math.fsum(self.weights) == self.divisor
 
     @property
@@ -158,7 +158,7 @@ def list_comparisons(count: int) -> tuple[tuple[int, int], ...]:
 
 
 class Angle:
-    """Adds up what the angle between two tensors is computed from, block by block.
+    """The angle between two tensors, from sums that are added up block by block.
 
     The blocks must be the same each time: then so are the sums.
     """

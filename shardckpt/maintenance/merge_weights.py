@@ -45,8 +45,8 @@ def compute_ema_weights(count: int, decay: float) -> list[float]:
 def compute_wsm_weights(steps: Sequence[float], decay: str = "1-sqrt") -> list[float]:
     """Return the weights by which a merge of checkpoints of a constant learning rate stands for a decay of it.
 
-    This is warmup-stable and merge (WSM, arXiv:2507.17634): what the training has added between two checkpoints counts
-    as much as the learning rate of the decay would be there.
+    This is warmup-stable and merge (WSM, arXiv:2507.17634): the change of the weights between two checkpoints counts as
+    much as the learning rate of the decay at that step.
 
     Args:
         steps: The step of each checkpoint, ascending; ``range(count)`` where they are equally far apart.
@@ -96,5 +96,5 @@ def check_weights(weights: Sequence[float], count: int) -> None:
 
 
 def have_sum(weights: Sequence[float]) -> bool:
-    """Return whether weights have a sum to divide by: one next to 0, beside them, would magnify what rounding left."""
+    """Return whether weights have a sum to divide by: one close to 0, compared with them, magnifies rounding."""
     return abs(math.fsum(weights)) > 1e-6 * max(map(abs, weights))

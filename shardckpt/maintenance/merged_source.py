@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from shardckpt.mapping.sharded_tensor import BlockScales
     from shardckpt.strategy import LoadContext
 
-#: What is done with the optimizer's state: merged like the model, not written, or that of the base.
+#: Choices for the optimizer's state: merged like the model, not written, or that of the base.
 Optimizer = Literal["average", "drop", "base"]
-#: What is done with a tensor that not all sources have: an error, not written, or merged from those that have it.
+#: Choices for a tensor that not all sources have: an error, not written, or merged from those that have it.
 Missing = Literal["error", "drop", "available"]
 #: Elements that are read at a time for an angle: a constant, so that the sum does not depend on the memory.
 _ANGLE_ELEMENTS = 1 << 20
@@ -229,7 +229,7 @@ class MergedLoadStrategy(LoadStrategy):
         return merged
 
     def _find_scales(self, tensor: MergedTensor) -> BlockScales | None:
-        """Return what the first source that says so has as a tensor's scales, if the merge has them, too."""
+        """Return a tensor's scales, by the first source that names any that the merge has, too."""
         stated = (described.block_scales for _, described in tensor.sources)
         return next((scales for scales in stated if scales is not None and scales.key in self._tensors), None)
 
@@ -340,7 +340,7 @@ def merge_opened(
     """
     base = checkpoints[rules.base]
     strategy = MergedLoadStrategy(checkpoints, names, rules)
-    # an operation of its own: what is read of the base is not what is merged
+    # an operation of its own: reads of the base are not counted as reads of the merge
     operation = Operation("load", base.operation.directory, base.operation.comm, base.operation.plugins)
     return OpenCheckpoint(strategy, base.context, operation, names=base.names), strategy
 

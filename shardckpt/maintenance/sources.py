@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shardckpt.archive.reader import Archive
@@ -304,7 +305,7 @@ def _check_folder(place: Path, location: Path, plugins: PluginManager) -> dict[s
         return found
     for name, note in review_others(place, weights).items():
         if name.endswith(".safetensors"):
-            found[name] = Checked(_find_fault(check_weights, place, name), note=note)
+            found[name] = Checked(_find_fault(check_weights, place / name, resolve_link(place, name)), note=note)
         else:
             found[name] = Checked(found[name].error if name in found else None, note=note)
     config = ADAPTER if ADAPTER_WEIGHTS in weights else CONFIG
@@ -416,13 +417,13 @@ def _check_archives(place: Path, skipped: Collection[str] = (), *, members: bool
     manifest = Manifest(backend=TorchFileLoadStrategy.backend, version=TorchFileLoadStrategy.version)
     archives = set[str]()
 
-    def check(path: Path) -> None:
-        folder = place if path == place / name else path.parent  # the Hub's cache has the file elsewhere
+    def check(link: Path, path: Path) -> None:
+        folder = place if path == link else path.parent  # the Hub's cache has the file elsewhere
         with CheckpointReader(folder, manifest, verify=False, crcs="parts" if members else None) as reader:
             if not reader.size(path.name):
-                raise CorruptCheckpointError(f"{place / name} is empty")
+                raise CorruptCheckpointError(f"{link} is empty")
             if is_archive(reader, path.name):
-                archives.add(name)
+                archives.add(link.name)
                 archive = Archive.of_file(reader, path.name)
                 if members:
                     archive.check_members(reader, path.name)
@@ -435,18 +436,18 @@ def _check_archives(place: Path, skipped: Collection[str] = (), *, members: bool
         if path.is_symlink() and path.exists():  # readers of other libraries follow it: the file may be sound
             found[name] = Checked(None, "nothing", "not checked: it is a symbolic link")
             continue
-        error = _find_fault(check, place, name)
+        link = place / name
+        error = _find_fault(partial(check, link), link, path)
         if error is not None or name in archives:
             found[name] = Checked(error, "crc32" if members and name in archives else "structure")
     return found
 
 
-def _find_fault(check: Callable[[Path], None], place: Path, name: str) -> CheckpointingException | None:
+def _find_fault(check: Callable[[Path], None], link: Path, path: Path) -> CheckpointingException | None:
     """Return the error of a file's check, or None; of a file in the Hub's cache it names the link, not the blob."""
-    path = resolve_link(place, name)
     error = find_error(check, path)
-    if isinstance(error, CorruptCheckpointError) and path != place / name:
-        return CorruptCheckpointError(str(error).replace(str(path), str(place / name)))
+    if isinstance(error, CorruptCheckpointError) and path != link:
+        return CorruptCheckpointError(str(error).replace(str(path), str(link)))
     return error
 
 

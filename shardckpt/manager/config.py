@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
     from shardckpt.strategy import SaveStrategy
 
+_PlacePath = Annotated[str, Field(min_length=1)]
 _Count = Annotated[int, Field(ge=0)]
 
 
@@ -254,7 +255,7 @@ class CheckpointConfig(BaseModel):
         return hash(tuple(tuple(sorted(value.items())) if isinstance(value, Mapping) else value for _, value in self))
 
     enable_checkpoint: bool = True
-    folder: Annotated[str, Field(min_length=1)] = "checkpoint"
+    folder: _PlacePath = "checkpoint"
     interval: Annotated[int, Field(ge=1)] = 500
     save_when: Annotated[Sequence[Any], SAVING] = ()
     keep_latest_k: _Count = 10
@@ -279,13 +280,13 @@ class CheckpointConfig(BaseModel):
     last_save_in_hf: bool = False
     hf_mapping: str | None = None
     hf_cut_vocabulary: bool = False
-    hf_assets_path: str | None = None
+    hf_assets_path: _PlacePath | None = None
     export_dtype: str | None = None
     exclude_from_last_save: tuple[str, ...] = ()
     exclude_from_loading: tuple[str, ...] = ()
     rename: Mapping[str, str] = Field(default_factory=dict)
     keep_options: tuple[str, ...] = ()
-    initial_load_path: str | None = None
+    initial_load_path: _PlacePath | None = None
     initial_load_model_only: bool = True
     initial_load_in_hf: bool = False
     load_step: Annotated[int, Field(ge=-1)] = -1

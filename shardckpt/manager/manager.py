@@ -224,7 +224,7 @@ class CheckpointManager:
                     f"save: force={show_given(force)}: expected True or False; the states are those that the manager "
                     f"was made with: manager.save({step}), or manager.save({step}, force=True) whatever the interval is"
                 )
-            # ranks may have other metrics: those are checked where all raise what one of them raises
+            # ranks may have other metrics: those are checked where all ranks raise one rank's error
             check_annotated(CheckpointManager.save, {"force": force, "last_step": last_step})
             return self._save_if_due(step, force, last_step=last_step, metrics=metrics or {})
 
@@ -259,7 +259,7 @@ class CheckpointManager:
         self._advance(writer, blocking=True)
         in_background = self.config.async_mode is not AsyncMode.DISABLED and not last_step
         try:
-            # most of what is made until the tensors are copied is gone then: the collector would visit it before
+            # most objects that are made until the tensors are copied are gone then: the collector would visit it before
             with pause_gc() if in_background else nullcontext():
                 self._save(writer, step, metrics, last_step=last_step)
         except Exception as error:  # noqa: BLE001 - each is reported with its step

@@ -49,9 +49,9 @@ _MOST_FAULTS, _LONGEST_FAULT = 5, 1000
 #: Damaged files that a mark lists, and characters of all their names. Longer lists are dropped: data is among so many.
 _MOST_DAMAGED, _LONGEST_NAMES = 100, 5000
 
-#: What a verification found.
+#: The result of a verification.
 Verdict = Literal["verified", "failed"]
-#: What is known of a step's bytes: ``candidate`` if nothing is.
+#: The state of a step's bytes: ``candidate`` if nothing is known of them.
 StepState = Literal["candidate", "verified", "failed"]
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from shardckpt.adapters.group_options import list_options
 from shardckpt.adapters.kept_options import choose_options, list_option_names
 from shardckpt.adapters.restore import load_into
 from shardckpt.adapters.state import SavedModules, to_sharded_state_dict
@@ -26,12 +25,18 @@ from shardckpt.manager.plain_state import (
 )
 from shardckpt.manager.replicated_states import ReplicatedStates
 from shardckpt.manager.steps import MODEL_PREFIX
+from shardckpt.manager.wrapped_optimizers import (
+    copy_options,
+    is_partitioning,
+    list_optimizers,
+    unpack_optimizers,
+)
 from shardckpt.mapping.base import ShardedBase
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.state_dict import nested_values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection
 
     from shardckpt.distributed.comm import Comm
     from shardckpt.mapping.base import Replicated, ShardedStateDict, StateDict
@@ -244,7 +249,7 @@ class TrainingStates:
             keep = [name for name in list_option_names(self.optimizers) if name in self._kept_options]
             load_into(both, self.modules[MODEL], *self.optimizers, strict=strict, keep_options=keep)
             for outer in self._partitioning:
-                _call(OPTIMIZER, _copy_options, outer.optim, outer)
+                _call(OPTIMIZER, copy_options, outer.optim, outer)
         for name, sharded in self._select(self.sharded, names):
             _call(name, sharded.load_state_dict, tensors[name])
         for name, plain in self._select(self.plain, names):
@@ -273,8 +278,8 @@ class TrainingStates:
             raise CheckpointingException(f"{name!r} cannot be the name of a state: give other text, as {MODEL!r}")
         value: Any = None if isinstance(given, type) else given  # a class has the methods of its objects
         items: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
-        self._partitioning.extend(each for item in items for each in _list_optimizers(item) if _is_partitioning(each))
-        items = [inner for item in items for inner in _unpack_optimizers(item)]
+        self._partitioning.extend(each for item in items for each in list_optimizers(item) if is_partitioning(each))
+        items = [inner for item in items for inner in unpack_optimizers(item)]
         if callable(getattr(value, "sharded_state_dict", None)):
             self.sharded[name] = value
         elif isinstance(value, PerRank):
@@ -312,8 +317,8 @@ class TrainingStates:
                 prefix = model_prefix if name == MODEL else f"{name}."
                 found[name] = describe(name, parts, prefix=prefix)
         if self._with_optimizers(names):
-            for outer in self._partitioning:  # it hands over what a scheduler has set with the next step alone
-                _call(OPTIMIZER, _copy_options, outer, outer.optim)
+            for outer in self._partitioning:  # its step copies the options, as a scheduler sets them, to the inner one
+                _call(OPTIMIZER, copy_options, outer, outer.optim)
             found |= describe(MODEL, self.modules[MODEL], *self.optimizers)
         for name, state in self._select(self.sharded, names):
             found[name] = _call(name, state.sharded_state_dict)
@@ -357,57 +362,3 @@ def _call(name: str, method: Callable[..., Any], *args: Any) -> Any:
     except Exception as exc:
         setattr(exc, _STATE_NAME, name)
         raise
-
-
-def _unpack_optimizers(value: Any) -> list[Any]:
-    """Return the optimizers in a container (torchtitan's) or wrapper that is itself an optimizer.
-
-    A wrapper whose state dict has entries of its own stays.
-    """
-    inner = _get_inner(value)
-    if isinstance(inner, torch.optim.Optimizer):
-        return [value] if _adds_state(value, inner) else _unpack_optimizers(inner)
-    return [each for item in inner for each in _unpack_optimizers(item)] if inner else [value]
-
-
-def _list_optimizers(value: Any) -> list[Any]:
-    """Return a value, and all optimizers in it at any depth."""
-    inner = _get_inner(value)
-    items = [inner] if isinstance(inner, torch.optim.Optimizer) else inner
-    return [value, *(each for item in items for each in _list_optimizers(item))]
-
-
-def _get_inner(value: Any) -> torch.optim.Optimizer | Sequence[Any]:
-    """Return the optimizer that a wrapper has inside, or those of a container; nothing of any other value."""
-    if not isinstance(value, torch.optim.Optimizer):
-        return ()
-    inner = getattr(value, "optimizers", None) or getattr(value, "optim", None)
-    return inner if isinstance(inner, (torch.optim.Optimizer, list, tuple)) else ()
-
-
-def _adds_state(wrapper: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> bool:
-    """Return whether a wrapper's state dict has other entries than its optimizer's, as the step of an averager."""
-    if type(wrapper).state_dict is torch.optim.Optimizer.state_dict:
-        return False  # torchft's has none
-    if any(map(_is_partitioning, _list_optimizers(wrapper))):
-        return False  # no rank alone has the state dict
-    try:
-        return wrapper.state_dict().keys() != inner.state_dict().keys()
-    except NotImplementedError:
-        return False
-
-
-def _is_partitioning(value: Any) -> bool:
-    """Return whether an inner optimizer has the state of this rank's parameters, as of ZeroRedundancyOptimizer."""
-    return hasattr(value, "consolidate_state_dict") and isinstance(getattr(value, "optim", None), torch.optim.Optimizer)
-
-
-def _copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-    """Give the groups of an optimizer the options of another's groups."""
-    if len(source.param_groups) != len(target.param_groups):
-        raise CheckpointingException(
-            f"the optimizer and the one inside of it have {len(source.param_groups)} and {len(target.param_groups)} "
-            "parameter groups: add groups to the outer one alone"
-        )
-    for one, other in zip(source.param_groups, target.param_groups, strict=True):
-        other.update(list_options(one))

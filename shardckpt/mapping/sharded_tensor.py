@@ -93,11 +93,18 @@ class ShardedTensor(ShardedBase):
 
     @classmethod
     def from_global_shape(cls, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> ShardedTensor:
-        """Return the description, without data, of a global tensor of this shape and dtype in one shard."""
+        """Return the description, without data, of a global tensor of this shape and dtype in one shard.
+
+        Raises:
+            ShardingError: ``shape`` is a number.
+        """
         made = cls.__new__(cls)  # not validated, as nothing can contradict the rest: an index may have 300,000 of these
         made.key, made.data, made.dtype = key, None, dtype
         made.local_shape = made.global_shape = shape
-        made.global_offset, made.axis_fragmentations = (0,) * len(shape), (1,) * len(shape)
+        try:
+            made.global_offset, made.axis_fragmentations = (0,) * len(shape), (1,) * len(shape)
+        except TypeError as exc:
+            raise ShardingError(f"{key!r}: the shape {shape!r} is no tuple: pass ({shape!r},) for one axis") from exc
         made.replica_id, made.prepend_axis_num = 0, 0
         made.allow_shape_mismatch, made.flattened_range, made.replicated = False, None, False
         made.block_scales = None

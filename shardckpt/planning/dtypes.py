@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 #: The keys of the tensors that are cast, by stored and wanted dtype.
 Casts: TypeAlias = "dict[tuple[torch.dtype, torch.dtype], list[str]]"
-#: What a cast does to values beyond the range of the wanted dtype.
+#: The effect of a cast on values beyond the range of the wanted dtype.
 _CUT = "be cut or wrapped around"
 #: The end of an error, if the caller's function has the argument ``allow_dtype_cast``; others pass ``advise=False``.
 _CAST_ADVICE = ", or load them as torch casts them: allow_dtype_cast=True"

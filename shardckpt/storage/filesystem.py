@@ -82,7 +82,7 @@ def make_folders(directory: Path, name: str) -> None:
                     raise
 
 
-#: What an error of the system does not say.
+#: Advice that an error of the system lacks.
 _ADVICE = {errno.EFBIG: ": `ulimit -f` says how large a file of the process may be; else the file system has no larger"}
 
 

@@ -72,7 +72,7 @@ class _Patience:
 
 
 #: The limit of the block around a call; None: any number of seconds.
-#: A context variable: what commits an earlier save has opened its paths before the call that waits for it now.
+#: A context variable: the thread that commits an earlier save has opened its paths before the call that waits now.
 _patience: ContextVar[_Patience | None] = ContextVar("shardckpt_patience", default=None)
 
 #: Errors that another attempt would meet again.
@@ -470,7 +470,7 @@ def skip_impossible(url: str, names: Iterable[str]) -> list[str]:
 
 @contextmanager
 def quiet_attempts() -> Iterator[None]:
-    """Log attempts that are repeated in the block at DEBUG: the caller comes again, and says once what fails."""
+    """Log attempts that are repeated in the block at DEBUG: the caller comes again, and reports the failure once."""
     token = _level.set(logging.DEBUG)
     try:
         yield
@@ -480,7 +480,7 @@ def quiet_attempts() -> Iterator[None]:
 
 @contextmanager
 def limit_attempts(seconds: float | None = None) -> Iterator[None]:
-    """Give up what fails in calls of this thread in the block after so many seconds in all.
+    """Limit the seconds that all repeated calls of this thread in the block take together.
 
     For calls that a training waits for: one that a store does not answer takes ``SHARDCKPT_REMOTE_TIMEOUT`` seconds,
     the default here, at each attempt. When the time is used up, all further calls fail at once; with 0, what fails once
@@ -526,7 +526,7 @@ def attempt(action: str, path: Path, call: Callable[[], _T]) -> _T:
         except Exception as exc:  # stores raise errors of many kinds
             problem = find_problem(exc)
             why = _explain(exc, problem)
-            # what the store says goes before the class: s3fs has PermissionError for a session that has ended, too
+            # the text of the store goes before the class: s3fs has PermissionError for a session that has ended, too
             is_permanent = isinstance(exc, _PERMANENT) if problem is None else problem.is_permanent
             delay = min(_LONGEST_DELAY, _FIRST_DELAY * 2 ** (number - 1))
             if patience is not None:
@@ -545,7 +545,7 @@ def attempt(action: str, path: Path, call: Callable[[], _T]) -> _T:
 
 
 def _explain(error: Exception, problem: StoreProblem | None) -> str:
-    """Return the cause of a client's error and what to do, then the client's text, cut; of an unknown cause, that."""
+    """Return the cause of a client's error, advice, and the client's text, cut; the text alone of an unknown cause."""
     shown = mask_secrets(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
     if problem is None:
         return shown

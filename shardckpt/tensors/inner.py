@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
     from typing import TypeGuard
 
-#: What stands in a key before the name of a tensor inside: of one that is a part of the elements, and of one that all
+#: The part of a key before the name of a tensor inside: of one that is a part of the elements, and of one that all
 #: elements share. No name of a value has parentheses.
 INNER, SHARED = "(inner)", "(shared)"
 

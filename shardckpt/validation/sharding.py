@@ -138,7 +138,7 @@ def _fill_exactly(columns: ShardColumns, comm: Comm) -> bool:
     # a hash in elements of the field: equal on ranks that have the same specs in the same order
     digest = hashlib.sha256(repr(weights.tolist()).encode()).digest()
     mine = [int.from_bytes(digest[4 * lane : 4 * lane + 4], "little") % PRIME for lane in range(LANES)]
-    # one message answers both questions: are the keys the same on all ranks, and what is the sum of the fingerprints?
+    # one message answers both questions: whether the keys are the same on all ranks, and the sum of the fingerprints
     total = comm.total(*sums, *mine, *(element * element % PRIME for element in mine))
     sums, digests, squares = total[:LANES], total[LANES : 2 * LANES], total[2 * LANES :]
     # the digests are equal if their variance is 0; that of others is 0 once in 2^62

@@ -198,7 +198,7 @@ class StoredIndex(ChunkIndex):
     def select_chunks(
         self, numbers: torch.Tensor, wanted: Callable[[], Table] | None = None
     ) -> tuple[Chunks, torch.Tensor]:
-        """Return the chunks of some tensors, after a check of what the index says of them; see the base.
+        """Return the chunks of some tensors, after a check of their entries in the index; see the base.
 
         Of an index in parts only the pages are read that may have boxes with elements of the wanted ones. The index is
         damaged if a box is outside of its tensor, or its payload of its file; if elements are missing or there twice;

@@ -379,7 +379,7 @@ def test_no_assets_are_those_of_the_current_directory(tmp_path: Path, monkeypatc
     save(tmp_path / "step")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("not for the Hub")
-    with pytest.raises(CheckpointingException, match="the path is empty: give a directory"):
+    with pytest.raises(CheckpointingException, match="assets='': the path is empty: give a directory"):
         export_to_huggingface(tmp_path / "step", tmp_path / "hf", assets="")
     assert not (tmp_path / "hf").exists()
 

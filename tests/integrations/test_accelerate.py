@@ -72,6 +72,23 @@ def test_after_a_failed_save_the_optimizer_gives_its_state(alone: None, tmp_path
     assert len(job.optimizer.state_dict()["state"]) == 4
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_another_accelerator_saves_the_optimizer_itself(fails: bool, alone: None, tmp_path: Path) -> None:
+    """One without our hooks that has the same optimizer writes its state, also after a failed save of the other."""
+    job, other = Job(), Accelerator(cpu=True)
+    other.prepare(job.optimizer)
+    register_sharded_state(job.accelerator)
+    job.train(1)
+    if fails:
+        job.accelerator.register_save_state_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            job.accelerator.save_state(str(tmp_path / "one"))
+    else:
+        job.accelerator.save_state(str(tmp_path / "one"))
+    other.save_state(str(tmp_path / "other"))
+    assert len(torch.load(tmp_path / "other" / "optimizer.bin", weights_only=True)["state"]) == 4
+
+
 def test_an_accelerator_is_registered_once(alone: None) -> None:
     """A second call, as of a notebook's cell, is an error: both would save, and the second find no models at a load."""
     job = Job()

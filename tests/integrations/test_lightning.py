@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import importlib
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 import torch
@@ -15,6 +15,8 @@ from tests.integrations import small
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from typing_extensions import Self
 
 pytest.importorskip("lightning")
 from shardckpt.integrations.lightning import ShardedCheckpointIO
@@ -72,6 +74,38 @@ def test_tensors_in_tuples_are_loaded_to_the_device(tmp_path: Path) -> None:
     assert loaded["size"] == torch.Size([2])
     with pytest.raises(CheckpointingException, match="map_location='gpu' is not supported"):
         saver.load_checkpoint(tmp_path / "a", map_location="gpu")
+
+
+def test_other_classes_of_tuples_are_loaded_as_they_are(tmp_path: Path) -> None:
+    """With map_location the tensors of named tuples are moved; other subclasses of tuple are not built anew."""
+    saver = ShardedCheckpointIO(allow_globals=[Named, Interval])
+    saver.save_checkpoint({"named": Named(torch.ones(2), 1), "interval": Interval(2, 5)}, tmp_path / "a")
+    loaded = saver.load_checkpoint(tmp_path / "a", map_location="meta")
+    assert type(loaded["named"]) is Named
+    assert loaded["named"].values.is_meta
+    assert (type(loaded["interval"]), loaded["interval"]) == (Interval, (2, 5))
+
+
+class Named(NamedTuple):
+    """Has a tensor in it."""
+
+    values: torch.Tensor
+    count: int
+
+
+class Interval(tuple[int, int]):
+    """Is not built of one iterable, as a tuple is."""
+
+    __slots__ = ()
+
+    def __new__(cls, *ends: int) -> Self:
+        """Take two numbers, and pickle as them."""
+        start, end = ends
+        return super().__new__(cls, (start, end))
+
+    def __reduce__(self) -> tuple[type, tuple[int, ...]]:
+        """Name the ends."""
+        return Interval, tuple(self)
 
 
 def test_a_save_replaces_or_changes_nothing(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters.leaves import describe_object
+from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt.integrations import transformers as module
 from shardckpt.manager import CheckpointManager, mark_checkpoint
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from transformers import Trainer
+
+    from tests.ranks import Ranks
 
 __all__ = ["without_ranks"]  # fixtures
 
@@ -291,6 +294,20 @@ def test_a_training_whose_best_model_is_gone_saves_its_last_step(tmp_path: Path)
     weights = resume(make())
     stored = dist_checkpointing.load_plain_tensors(tmp_path / "ours" / "step-8")
     assert torch.equal(stored["model.model.0.weight"], weights["model.0.weight"])
+
+
+@pytest.mark.parametrize("has_main", [False, True])
+def test_all_ranks_forget_a_best_model_that_the_main_rank_lacks(has_main: bool, tmp_path: Path, ranks: Ranks) -> None:
+    """Nodes have disks of their own: what the main rank finds holds for all, or some would load and others wait."""
+    assert ranks.run(2, _has_best, str(tmp_path), has_main) == [has_main, has_main]
+
+
+def _has_best(folder: str, on_main: bool) -> bool:
+    """Return whether a rank's state still has the best checkpoint: it is on the disk of the main rank, or the other."""
+    is_here = Comm().is_main == on_main
+    state = TrainerState(best_model_checkpoint=folder if is_here else f"{folder}/absent")
+    module._forget_lost_best(state)
+    return state.best_model_checkpoint is not None
 
 
 def test_metrics_of_a_steps_evaluation_are_with_its_checkpoint(tmp_path: Path) -> None:

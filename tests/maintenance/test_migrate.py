@@ -44,10 +44,26 @@ def test_a_migration_that_changes_values_is_not_committed(old: Path, monkeypatch
 
 
 def test_a_migration_may_rename_what_no_installed_strategy_lists(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a reader of the old version a stored fingerprint of a key that is gone is compared with nothing."""
+    """Without a reader of the old version a stored fingerprint whose key is gone may be that of another key."""
     named = [ShardedTensor.from_global_shape("model.w", torch.float32, (3,))]
     monkeypatch.setattr(LoadText, "load_index", lambda _self, _context: named)
     assert migrate_checkpoint(old, old.with_name("new")) == ("migrated-text", 1, 2)
+
+
+def test_a_migration_that_loses_what_only_a_fingerprint_names_is_not_committed(
+    old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing lists the old version: a stored fingerprint that no tensor of the new one has is a loss, by its name."""
+
+    def migrate(_self: ToTwo, _reader: object, writer: CheckpointWriter) -> None:
+        writer.write("w.txt", json.dumps([[2.0, 2.0, 2.0], 2, {}]).encode())
+
+    named = [ShardedTensor.from_global_shape("model.other", torch.float32, (3,))]
+    monkeypatch.setattr(LoadText, "load_index", lambda _self, _context: named)
+    monkeypatch.setattr(ToTwo, "migrate", migrate)
+    with pytest.raises(PluginError, match=r"does not keep .*: w: no tensor has its values"):
+        migrate_checkpoint(old, old.with_name("new"))
+    assert not old.with_name("new").exists()
 
 
 @pytest.mark.parametrize("name", ["old", "new"])

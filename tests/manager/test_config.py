@@ -139,6 +139,7 @@ def test_wrong_names_are_refused_before_the_training(tmp_path: Path, wrong: dict
         ({"rename": {"net": "net"}}, "rename: a name is given as its own new name: leave it out, or give another"),
         ({"rename": "a=b"}, "rename='a=b': expected names by name, as {'net': 'model'}"),
         ({"save_rng": None}, "save_rng=None: expected True or False"),
+        *(({name: ""}, f"{name}='': expected a path or URL") for name in ("hf_assets_path", "initial_load_path")),
         (
             {"exclude_from_loading": (1,)},
             "an item of exclude_from_loading is 1: expected names of states, as ('lr_scheduler',)",

@@ -134,6 +134,37 @@ def test_a_wrapper_round_a_partitioning_optimizer_is_saved_by_its_inner_one(tmp_
     assert live["optimizer"].optim.param_groups[0]["lr"] == 0.125
 
 
+class Stateless(Averaging):
+    """A wrapper that has no state dict."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refuse, as an abstract method."""
+        raise NotImplementedError
+
+
+class Broken(Averaging):
+    """A wrapper whose state dict cannot be made."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Fail."""
+        raise ValueError("no count")
+
+
+def test_a_wrapper_without_a_state_dict_is_saved_by_its_inner_optimizer(tmp_path: Path) -> None:
+    """Where state_dict is not implemented, the state is the inner one's; any other error of it is not hidden."""
+    saved, live = _job(Stateless), _job(Stateless)
+    _step(saved)
+    with CheckpointManager(CheckpointConfig(folder=tmp_path, interval=1), saved) as manager:
+        manager.save(1)
+    with CheckpointManager(CheckpointConfig(folder=tmp_path), live) as manager:
+        assert manager.load()
+    for states in (saved, live):
+        _step(states)
+    assert live["model"].weight.equal(saved["model"].weight)
+    with pytest.raises(CheckpointingException, match="ValueError: no count"):
+        CheckpointManager(CheckpointConfig(folder=tmp_path), _job(Broken))
+
+
 def test_a_group_without_parameters_on_a_rank_has_the_loaded_options(tmp_path: Path) -> None:
     """Of two groups one has its parameters on another rank: its rate is loaded here, too, for schedulers to go on."""
 

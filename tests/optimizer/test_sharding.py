@@ -187,6 +187,21 @@ def test_state_can_be_left_out() -> None:
         assert isinstance(state["param_groups"][0]["params"], LocalNonpersistentObject)
 
 
+def test_a_name_that_leaves_out_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """A typo in exclude_keys gets a warning with the nearest name; Megatron's "step" may be of another optimizer."""
+    model, optimizer = _trained(0, 1, 1)
+    described = {name: _describe(name, param, 0, 1) for name, param in model.items()}
+    id_map = get_param_id_to_sharded_param_map(described, model.values())
+    optim_state_to_sharding_state({"state": {}, "param_groups": []}, id_map, "exp_agv")
+    plain = torch.optim.SGD(model.values(), lr=0.1, momentum=0.9)
+    plain.step()
+    optim_state_to_sharding_state(plain.state_dict(), id_map, "step")
+    assert not caplog.messages
+    optim_state_to_sharding_state(optimizer.state_dict(), id_map, "exp_agv")
+    (said,) = caplog.messages
+    assert said.startswith("exclude_keys: no state has the name 'exp_agv' (did you mean exp_avg? state: exp_avg, ")
+
+
 def test_state_of_another_shape_is_refused() -> None:
     """A factored moment, one row of its parameter, cannot lie where the parameter lies: the error says what to do."""
     param = _describe("columns", torch.zeros(8, 6), 0, 1)

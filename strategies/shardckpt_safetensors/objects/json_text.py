@@ -1,4 +1,4 @@
-"""Trees as JSON text: strict in what it reads, so that two readers cannot understand one text in two ways."""
+"""Trees as JSON text: read strictly, so that two readers cannot understand one text in two ways."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from shardckpt_torch_dist.dialects import (
     read_metadata,
 )
 from shardckpt_torch_dist.load import TorchDistLoadShardedStrategy
-from shardckpt_torch_dist.plan import CheckedPlanner, make_dcp_metadata, read_items
+from shardckpt_torch_dist.plan import CheckedPlanner, make_dcp_metadata, plan_items, read_items
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -140,7 +140,8 @@ class CheckpointStorageReader(StorageReader):
             with report_read(opened.reader, self._rank, "reading"):
                 allow_cast = self._allow_cast or getattr(planner, "allow_dtype_cast", False)
                 destinations = CheckedPlanner(planner, opened.stored, self._allow, allow_cast=allow_cast)
-                read_items(plan.items, destinations, opened.reader, opened.stored)
+                reads = plan_items(plan.items, destinations, opened.stored)  # all, before anything is read
+                read_items(reads, destinations, opened.reader, opened.stored)
                 opened.reader.check_unchanged()
         finally:
             self._opened = None

@@ -160,7 +160,8 @@ def _build_index(raw: Any) -> StoredIndex:
         else:
             _add_value(loose, _checked_path(paths.get(key, (key,)), key), key, item)
     # Only Megatron's planner writes true shapes, or objects without paths.
-    by_megatron = True if objects else None  # what follows is surer
+    by_megatron = True if objects else None
+    # A dict in planner_data has the paths of plain DCP, whose users may name a key as Megatron names an object.
     if getattr(raw, "mcore_data", None) is not None:
         by_megatron = True
     elif loose or isinstance(getattr(raw, "planner_data", None), dict):

@@ -10,6 +10,7 @@ from shardckpt_torch_dist.plan.objects import pickle_objects as pickle_objects
 from shardckpt_torch_dist.plan.planned_load import CheckedPlanner as CheckedPlanner
 from shardckpt_torch_dist.plan.planned_load import PlannedLoad as PlannedLoad
 from shardckpt_torch_dist.plan.planned_load import make_dcp_metadata as make_dcp_metadata
+from shardckpt_torch_dist.plan.planned_load import plan_items as plan_items
 from shardckpt_torch_dist.plan.planned_load import read_items as read_items
 from shardckpt_torch_dist.plan.planned_save import check_archive as check_archive
 from shardckpt_torch_dist.plan.planned_save import check_tensor as check_tensor

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -64,6 +64,9 @@ class PlannedLoad:
                 state_dict=list_leaves(wanted), metadata=metadata, is_coordinator=context.comm.is_main
             )
             self._plan = planner.create_local_plan()
+        agreed = {(shard.key, shard.dtype) for shard in self._wanted if isinstance(shard, ShardedTensor)}
+        self._destinations = CheckedPlanner(planner, index, context.allow_globals, agreed=agreed)
+        self._reads: list[PlannedRead] = []
 
     def share(self) -> None:
         """Collective: make the plan of all ranks; until it is made, no destination changes.
@@ -77,22 +80,15 @@ class PlannedLoad:
         plan = scatter_plans(plans, comm)
         with comm.local_phase("finishing the plan"):
             self._refuse_gaps(plan)
-            self._plan = self._planner.finish_plan(plan)
-            self._refuse_gaps(self._plan)
-            destinations = self._make_destinations()
-            for item in self._plan.items:
-                _plan_read(item, destinations, self._index)
+            plan = self._planner.finish_plan(plan)
+            self._refuse_gaps(plan)
+            self._reads = plan_items(plan.items, self._destinations, self._index)
         comm.sync_errors()
 
     def read(self) -> None:
         """Read everything into the destinations that the planner gives."""
-        destinations = self._make_destinations()
         with self._planner.allowing(self._context.allow_globals):
-            read_items(self._plan.items, destinations, self._context.reader, self._index)
-
-    def _make_destinations(self) -> CheckedPlanner:
-        agreed = {(shard.key, shard.dtype) for shard in self._wanted if isinstance(shard, ShardedTensor)}
-        return CheckedPlanner(self._planner, self._index, self._context.allow_globals, agreed=agreed)
+            read_items(self._reads, self._destinations, self._context.reader, self._index)
 
     def _refuse_gaps(self, plan: LoadPlan) -> None:
         """Raise if the items of a key have fewer elements than its shards: a destination would keep what it holds."""
@@ -137,8 +133,21 @@ def make_dcp_metadata(
     return Metadata(state_dict_metadata=entries, planner_data=paths, storage_meta=StorageMeta())
 
 
+class PlannedRead(NamedTuple):
+    """An item of a plan, and how it is read."""
+
+    read: LateRegion | ObjectRead
+    item: ReadItem
+
+
+def plan_items(items: Iterable[ReadItem], destinations: CheckedPlanner, index: StoredIndex) -> list[PlannedRead]:
+    """Return how items are read, in the order of the index; one that is not stored is an error."""
+    planned = [PlannedRead(_plan_read(item, destinations, index), item) for item in items]
+    return sorted(planned, key=lambda each: each.read.item)
+
+
 def read_items(
-    items: Iterable[ReadItem],
+    planned: Sequence[PlannedRead],
     destinations: CheckedPlanner,
     reader: CheckpointReader,
     index: StoredIndex,
@@ -149,8 +158,6 @@ def read_items(
     fill them. Any other planner is asked for one tensor at a time, by this thread.
     """
     archives = ArchiveReader(reader, index)
-    # before anything is read: a chunk that is not stored is an error
-    planned = sorted(((_plan_read(item, destinations, index), item) for item in items), key=lambda each: each[0].item)
     if _keeps_no_part(destinations.planner):
         tensors = [(read, item) for read, item in planned if not isinstance(read, ObjectRead)]
         regions = [read.fill(destinations.destination(item)) for read, item in tensors]
