@@ -54,9 +54,12 @@ class StreamedObject:
             if self._first is None:
                 self._first = part
                 return
-            self._next, self._first = self._first, None
-            self._thread = threading.Thread(target=self._send, name="shardckpt-stream", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._send, name="shardckpt-stream", daemon=True)
+            thread.start()
+            self._thread = thread  # one that cannot start is none to wait for: abort() would hide why
+            with self._changed:
+                self._next, self._first = self._first, None
+                self._changed.notify_all()
         with self._changed:
             self._changed.wait_for(lambda: self._next is None or self._error is not None)
             if self._error is not None:
