@@ -99,10 +99,17 @@ class Call(Generic[_T]):
                 self.results.append(function())
 
         self._thread = Thread(target=run, name="shardckpt-failure", daemon=True)
-        self._thread.start()
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait for its end, so long at most; return whether it has ended. One that takes longer is left behind."""
+        """Start it, and wait for its end, so long at most; return whether it has ended; if not, ask again or leave it.
+
+        Where the process cannot start one more thread, the call has not ended: that is no failure of the group.
+        """
+        if self._thread.ident is None:
+            try:
+                self._thread.start()
+            except (RuntimeError, MemoryError):
+                return False
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -152,7 +159,7 @@ class GroupView:
         time.sleep(seconds)
 
     def call(self, function: Callable[[], _T]) -> Call[_T]:
-        """Start a call of the store or of gloo, which may never end."""
+        """Return a call of the store or of gloo, which may never end."""
         return Call(function)
 
     def is_closed(self, rank: int) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from shardckpt.distributed.group_failure import POLL_INTERVAL, Deadlines, Diagnosis, GroupFailure
+from shardckpt.distributed.group_failure import POLL_INTERVAL, Call, Deadlines, Diagnosis, GroupFailure
 from tests.distributed.group_failure import DIED, STOPPED
 from tests.distributed.simulated import BEGIN, Job, Outcome, View
 
@@ -236,6 +237,23 @@ def test_a_store_that_fails_is_asked_no_more() -> None:
     failure = GroupFailure(view)  # type: ignore[arg-type]
     assert [failure.is_announced() for _ in range(3)] == [False] * 3
     assert view.calls == 1
+
+
+def test_a_rank_that_cannot_start_a_thread_goes_on_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A healthy collective does not fail by it, and the rank asks once a thread can be started."""
+
+    def refuse(_: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    view = View(Job(), 0)
+    view.call = Call  # type: ignore[method-assign, assignment]
+    view.store.set("failed", str(view.time()).encode())
+    failure = GroupFailure(view)  # type: ignore[arg-type]
+    with monkeypatch.context() as full:
+        full.setattr(Thread, "start", refuse)
+        assert not failure.is_announced()
+        assert not failure.is_announced()
+    assert failure.is_announced()
 
 
 @pytest.mark.parametrize(
