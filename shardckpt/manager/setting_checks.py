@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
     from shardckpt.plugins.resolver import Accept
     from shardckpt.strategy import SaveStrategy
+
+#: A URL that ends after its scheme.
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/*")
 
 
 def list_accepts(accept: Accept | None) -> list[tuple[str, Accept | None]]:
@@ -91,12 +95,13 @@ def check_folder(place: str | os.PathLike[str] | None) -> None:
     """Check the folder of the steps, without opening it.
 
     Raises:
-        ConfigurationError: It is a file, or a URL that names no bucket.
+        ConfigurationError: It is a file, or the scheme of a URL without a bucket.
     """
     if (local := check_place(place)) is not None and local.is_file():
         raise ConfigurationError(f"{place} is a file: give the directory that the steps are to be in")
-    if place is not None and str(place).rstrip("/").endswith(":"):
-        raise ConfigurationError(f"{str(place)!r} names no bucket or directory: s3://bucket/run")
+    if _SCHEME.fullmatch(text := str(place)):  # also of pathlib, which makes s3: of s3://
+        local_name = "" if "/" in text else f" (a local directory of that name can be given as ./{text})"
+        raise ConfigurationError(f"{text!r} names no bucket or directory: s3://bucket/run{local_name}")
 
 
 def check_place(place: str | os.PathLike[str] | None) -> Path | None:
