@@ -132,7 +132,8 @@ class OpenCheckpoint:
         with self.operation.local_phase("reading the index"):
             index = self.strategy.load_index(self.context)
             checked = check_index(self.strategy, index, self.operation.plugins)
-        return [shard for shard in checked if stored_key(shard) not in self.damaged] if self.damaged else checked
+        damaged = frozenset(self.damaged)  # a lost file may have most names of a large checkpoint
+        return [shard for shard in checked if stored_key(shard) not in damaged] if damaged else checked
 
     def columns(self) -> StoredColumns:
         """Collective: return the same in columns; a strategy that :class:`ListsColumns` makes no object for them.
