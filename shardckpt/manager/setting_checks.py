@@ -53,16 +53,11 @@ def find_step_saver(
     saver = find_saver(strategy, get_plugin_manager())
     named = f"the default strategy {saver.backend!r}" if strategy is None else f"the strategy {strategy!r}"
     kind = f"{type(saver).__name__}, {named},"
-    faults = []
-    for source, policy in accepts:
-        if not is_accepted(saver.backend, saver.version, policy):
-            unknown = "; ".join(list_unknown_accepted(policy, get_plugin_manager()))
-            why = f" ({unknown})" if unknown else ""
-            text = (
-                f"steps would be saved as {saver.backend}@{saver.version}, which {source} does not allow{why}: the job "
-                "could not go on from them; add it, or choose another strategy"
-            )
-            faults.append(SettingFault(source, policy, text))
+    faults = [
+        _make_refusal(source, policy, saver)
+        for source, policy in accepts
+        if not is_accepted(saver.backend, saver.version, policy)
+    ]
     if is_async and not isinstance(saver, AsyncSaveStrategy):
         text = f"async_mode: {kind} saves in the foreground only: choose async_mode='disabled', or another strategy"
         faults.append(SettingFault("async_mode", None, text))
@@ -75,6 +70,17 @@ def find_step_saver(
     if faults:
         raise ConfigurationError.list_all("", faults)
     return saver
+
+
+def _make_refusal(source: str, policy: Accept | None, saver: SaveStrategy) -> SettingFault:
+    """Return the fault of a policy that does not accept what the strategy saves."""
+    unknown = "; ".join(list_unknown_accepted(policy, get_plugin_manager()))
+    why = f" ({unknown})" if unknown else ""
+    text = (
+        f"steps would be saved as {saver.backend}@{saver.version}, which {source} does not allow{why}: the job could "
+        "not go on from them; add it, or choose another strategy"
+    )
+    return SettingFault(source, policy, text)
 
 
 def check_assets(folder: str, mapping: Any, *, cut_vocabulary: bool) -> None:

@@ -45,6 +45,7 @@ def list_settings(names: Sequence[str] = ()) -> list[Setting]:
             known = f": {hint}" if hint else f" {name_known(name, fields, 'settings', also=OTHER_NAMES)}"
             raise ConfigurationError(f"there is no setting {name!r}{known}")
     defaults = CheckpointConfig().model_dump(mode="json")
+    # without the marks of Sphinx: :class:`~a.b.KeepBest` is KeepBest
     plain = {name: re.sub(r":\w+:`[~\w.]*?(\w+)`|``", r"\1", text) for name, text in texts.items()}
     # Python -OO keeps no docstrings
     return [Setting(name, repr(defaults[name]), plain.get(name, "")) for name in wanted]

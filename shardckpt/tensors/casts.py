@@ -60,7 +60,7 @@ def _is_suspect(values: torch.Tensor, stored: torch.dtype) -> bool:
     if not (stored.is_floating_point or stored.is_complex):
         limit = min(limit, _count_exact(dtype))
     low, high = (each.item() for each in torch.aminmax(values))
-    return not (-limit < low and high < limit)  # so, if one is nan
+    return not (-limit < low and high < limit)  # also where a value is nan, which compares with nothing
 
 
 def find_changed_value(source: torch.Tensor, wanted: torch.dtype) -> tuple[Any, Any] | None:

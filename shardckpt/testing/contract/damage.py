@@ -239,27 +239,22 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
             watcher.append(str(args[0]))
 
 
-class _changed:  # noqa: N801 - reads as a function
-    """A file with other bytes, or none, while the block runs."""
-
-    def __init__(self, file: Path, content: bytes | None, *, resealed: bool = False) -> None:
-        self._file = file
-        self._resealed = resealed
-        self._checkpoint = next(folder for folder in file.parents if (folder / "shardckpt.json").exists())
-        self._before = {path: path.read_bytes() for path in (file, self._checkpoint / "shardckpt.json")}
-        self._content = content
-
-    def __enter__(self) -> None:
-        if self._content is None:
-            self._file.unlink()
+@contextlib.contextmanager
+def _changed(file: Path, content: bytes | None, *, resealed: bool = False) -> Iterator[None]:
+    """Give a file other bytes, or none, while the block runs."""
+    checkpoint = next(folder for folder in file.parents if (folder / "shardckpt.json").exists())
+    before = {path: path.read_bytes() for path in (file, checkpoint / "shardckpt.json")}
+    try:
+        if content is None:
+            file.unlink()
         else:
-            self._file.write_bytes(self._content)
-        if self._resealed:
-            reseal(self._checkpoint)
-
-    def __exit__(self, *_: object) -> None:
-        for path, content in self._before.items():
-            path.write_bytes(content)
+            file.write_bytes(content)
+        if resealed:
+            reseal(checkpoint)
+        yield
+    finally:
+        for path, written in before.items():
+            path.write_bytes(written)
 
 
 def _faults(path: Path) -> list[str]:
