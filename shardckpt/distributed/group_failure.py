@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from shardckpt.errors import format_many
+from shardckpt.errors import format_many, listed
 from shardckpt.tensors.torch_private import group_store, group_timeout
 
 if TYPE_CHECKING:
@@ -365,10 +365,10 @@ class GroupFailure:
 
     def _name_ranks(self, ranks: list[int]) -> str:
         """Return "rank 3" or "ranks 1, 3", with the ranks of the group where it is not the whole job."""
-        text = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+        text = ("rank " if len(ranks) == 1 else "ranks ") + listed([*map(str, ranks)])
         if self._view.ranks == list(range(self._view.world_size)):
             return text
-        return f"{text} (of the group of ranks {', '.join(map(str, self._view.ranks))})"
+        return f"{text} (of the group of ranks {listed([*map(str, self._view.ranks)])})"
 
     def _find_closed_connections(self) -> list[int]:
         """Return the ranks whose connection to this one is closed: by them, or by the system when they died."""

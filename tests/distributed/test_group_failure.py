@@ -99,6 +99,15 @@ def test_in_smaller_groups_ranks_have_the_numbers_of_the_job() -> None:
     _check(job.run(), {1}, "rank 3 (of the group of ranks 1, 3)" + DIED.format(2), (3,), by=5.0)
 
 
+def test_an_error_of_a_large_group_names_the_first_ranks_and_how_many_more() -> None:
+    """The line of a log stays one that is read; ``missing_ranks`` has all."""
+    job = Job(range(0, 200, 2), 200, dies=dict.fromkeys(range(2, 200, 2), 0.0))
+    (outcome,) = job.run().values()
+    assert outcome.diagnosis.missing == (*range(2, 200, 2),)
+    assert "40, ... and 79 more (of the group of ranks 0, 2, " in outcome.diagnosis.text
+    assert "38, ... and 80 more) died or left" in outcome.diagnosis.text
+
+
 def test_the_host_of_the_store_dies() -> None:
     """Who finds the store gone names the rank that hosts it, and that ranks may have found out different things."""
     job = Job(dies={0: 1.0}, host=0)
