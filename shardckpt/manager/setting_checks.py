@@ -17,6 +17,7 @@ from shardckpt.huggingface.models import find_mapping
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.resolver import is_accepted, list_unknown_accepted
 from shardckpt.plugins.stores import check_served
+from shardckpt.storage.filesystem import wrap_os_errors
 from shardckpt.strategy import AsyncSaveStrategy, StoresHubFolders
 
 if TYPE_CHECKING:
@@ -102,9 +103,13 @@ def check_folder(place: str | os.PathLike[str] | None) -> None:
 
     Raises:
         ConfigurationError: It is a file, or the scheme of a URL without a bucket.
+        StorageError: It cannot be looked at, or no plugin serves the URL.
     """
-    if (local := check_place(place)) is not None and local.is_file():
-        raise ConfigurationError(f"{place} is a file: give the directory that the steps are to be in")
+    if (local := check_place(place)) is not None:
+        with wrap_os_errors("access", local):
+            is_file = local.is_file()
+        if is_file:
+            raise ConfigurationError(f"{place} is a file: give the directory that the steps are to be in")
     if _SCHEME.fullmatch(text := str(place)):  # also of pathlib, which makes s3: of s3://
         local_name = "" if "/" in text else f" (a local directory of that name can be given as ./{text})"
         raise ConfigurationError(f"{text!r} names no bucket or directory: s3://bucket/run{local_name}")

@@ -476,7 +476,13 @@ def test_a_misspelt_variable_is_named_as_the_cause(tmp_path: Path, monkeypatch: 
 
 
 @table(
-    "folder, said", [("{}/a.json", "is a file: give the directory"), ("s3://", "names no bucket"), ("s3:", r"./s3:")]
+    "folder, said",
+    [
+        ("{}/a.json", "is a file: give the directory"),
+        ("s3://", "names no bucket"),
+        ("s3:", r"./s3:"),
+        ("{}" + f"/{'a' * 200}" * 25, "cannot access "),
+    ],
 )
 def test_a_folder_that_can_be_none_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str, said: str
