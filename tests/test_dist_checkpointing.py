@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import functools
 import warnings
 from fractions import Fraction
@@ -386,6 +387,14 @@ def test_a_value_that_contains_itself_comes_back(tmp_path: Path) -> None:
     dc.save({"values": (inner, 2)}, tmp_path / "a")
     found = dc.load({}, tmp_path / "a")["values"]
     assert found[0][0][0] is found[0]
+
+
+def test_an_object_with_an_attribute_nbytes_comes_back(tmp_path: Path) -> None:
+    """Whatever the attribute is: only tensors are counted by it."""
+    for value in ("1GB", None, [1]):
+        shard = ShardedObject("o", argparse.Namespace(nbytes=value), (1,), (0,))
+        dc.save({"o": shard}, tmp_path / str(value)[:4])
+        assert dc.load({"o": ShardedObject("o", None, (1,), (0,))}, tmp_path / str(value)[:4])["o"] == shard.data
 
 
 def test_content_metadata_of_the_state_dict_is_not_dropped_in_silence(

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from typing import Any
+
+import pytest
 
 from shardckpt.manifest import FileRecord, Lineage, Marker, Record, parse_plain
+from shardckpt.manifest.names import NO_DIGEST
 from tests.tables import table
 
 RECORD = Record(
@@ -30,7 +35,7 @@ def test_it_says_what_the_model_says() -> None:
     """Everything that a listing needs is there, of files in folders and with table files, too."""
     found = parse_plain(MARKER.dump(), RECORD.dump())
     assert found is not None
-    names = ("save_id", "backend", "version", "writer", "world_size", "digest_algorithm")
+    names = ("save_id", "backend", "version", "reader", "writer", "world_size", "digest_algorithm")
     assert {name: getattr(found, name) for name in names} == {name: getattr(RECORD, name) for name in names}
     assert found.lineage == Lineage(RECORD.parent, RECORD.step)
     assert found.list_files() == RECORD.list_files()
@@ -62,3 +67,23 @@ def test_it_says_what_the_model_says() -> None:
 def test_what_is_not_as_it_was_written_is_left_to_the_model(marker: bytes, record: bytes) -> None:
     """A changed byte, another save's marker, an unusual marker or a bad name of a file: it says nothing."""
     assert parse_plain(marker, record) is None
+
+
+@table(
+    "change",
+    [
+        {"reader": None},
+        {"world_size": 0},
+        {"files": {}},
+        {"files": [{**RECORD.files[1].model_dump(), "segments": 0}]},
+        {"timings": []},
+    ],
+)
+def test_what_the_model_refuses_under_a_right_digest_is_left_to_it(change: dict[str, Any]) -> None:
+    """Another writer's record, which no load accepts, is no whole checkpoint in a listing."""
+    text = json.dumps({**json.loads(RECORD.dump()), **change, "self_digest": NO_DIGEST})
+    head, _, tail = text.rpartition(NO_DIGEST)
+    record = (head + hashlib.sha256(text.encode()).hexdigest() + tail).encode()
+    with pytest.raises(ValueError, match=f"(?s)Record.*{next(iter(change))}"):
+        Record.parse(record)
+    assert parse_plain(MARKER.dump(), record) is None

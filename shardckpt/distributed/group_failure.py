@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from shardckpt.errors import format_many
+from shardckpt.errors import format_many, listed
 from shardckpt.tensors.torch_private import group_store, group_timeout
 
 if TYPE_CHECKING:
@@ -99,10 +99,17 @@ class Call(Generic[_T]):
                 self.results.append(function())
 
         self._thread = Thread(target=run, name="shardckpt-failure", daemon=True)
-        self._thread.start()
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait for its end, so long at most; return whether it has ended. One that takes longer is left behind."""
+        """Start it, and wait for its end, so long at most; return whether it has ended; if not, ask again or leave it.
+
+        Where the process cannot start one more thread, the call has not ended: that is no failure of the group.
+        """
+        if self._thread.ident is None:
+            try:
+                self._thread.start()
+            except (RuntimeError, MemoryError):
+                return False
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -152,7 +159,7 @@ class GroupView:
         time.sleep(seconds)
 
     def call(self, function: Callable[[], _T]) -> Call[_T]:
-        """Start a call of the store or of gloo, which may never end."""
+        """Return a call of the store or of gloo, which may never end."""
         return Call(function)
 
     def is_closed(self, rank: int) -> bool:
@@ -358,10 +365,10 @@ class GroupFailure:
 
     def _name_ranks(self, ranks: list[int]) -> str:
         """Return "rank 3" or "ranks 1, 3", with the ranks of the group where it is not the whole job."""
-        text = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+        text = ("rank " if len(ranks) == 1 else "ranks ") + listed([*map(str, ranks)])
         if self._view.ranks == list(range(self._view.world_size)):
             return text
-        return f"{text} (of the group of ranks {', '.join(map(str, self._view.ranks))})"
+        return f"{text} (of the group of ranks {listed([*map(str, self._view.ranks)])})"
 
     def _find_closed_connections(self) -> list[int]:
         """Return the ranks whose connection to this one is closed: by them, or by the system when they died."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from shardckpt.engine.load_results import check_buildable, check_columns, check_common, check_index, check_values
@@ -131,7 +132,8 @@ class OpenCheckpoint:
         with self.operation.local_phase("reading the index"):
             index = self.strategy.load_index(self.context)
             checked = check_index(self.strategy, index, self.operation.plugins)
-        return [shard for shard in checked if stored_key(shard) not in self.damaged] if self.damaged else checked
+        damaged = frozenset(self.damaged)  # a lost file may have most names of a large checkpoint
+        return [shard for shard in checked if stored_key(shard) not in damaged] if damaged else checked
 
     def columns(self) -> StoredColumns:
         """Collective: return the same in columns; a strategy that :class:`ListsColumns` makes no object for them.
@@ -194,7 +196,9 @@ class OpenCheckpoint:
             # all of them before the first is copied
             values = check_values(self.strategy, wanted, values, self.operation.plugins, self._find_dtypes)
             delivered = [_deliver(shard, value) for shard, value in zip(wanted, values, strict=True)]
-            nbytes = sum(getattr(value, "nbytes", 0) for value in delivered)
+            # not of objects: theirs may be an attribute that means anything
+            of_tensors = (isinstance(shard, ShardedTensor) for shard in wanted)
+            nbytes = sum(tensor.nbytes for tensor in compress(delivered, of_tensors))
             self.operation.add_nbytes(nbytes)
             if self.operation.count is not None:
                 self.operation.count(nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from shardckpt.huggingface.models import find_mapping
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.resolver import is_accepted, list_unknown_accepted
 from shardckpt.plugins.stores import check_served
+from shardckpt.storage.filesystem import wrap_os_errors
 from shardckpt.strategy import AsyncSaveStrategy, StoresHubFolders
 
 if TYPE_CHECKING:
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
     from shardckpt.plugins.resolver import Accept
     from shardckpt.strategy import SaveStrategy
+
+#: A URL that ends after its scheme.
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/*")
 
 
 def list_accepts(accept: Accept | None) -> list[tuple[str, Accept | None]]:
@@ -49,16 +54,11 @@ def find_step_saver(
     saver = find_saver(strategy, get_plugin_manager())
     named = f"the default strategy {saver.backend!r}" if strategy is None else f"the strategy {strategy!r}"
     kind = f"{type(saver).__name__}, {named},"
-    faults = []
-    for source, policy in accepts:
-        if not is_accepted(saver.backend, saver.version, policy):
-            unknown = "; ".join(list_unknown_accepted(policy, get_plugin_manager()))
-            why = f" ({unknown})" if unknown else ""
-            text = (
-                f"steps would be saved as {saver.backend}@{saver.version}, which {source} does not allow{why}: the job "
-                "could not go on from them; add it, or choose another strategy"
-            )
-            faults.append(SettingFault(source, policy, text))
+    faults = [
+        _make_refusal(source, policy, saver)
+        for source, policy in accepts
+        if not is_accepted(saver.backend, saver.version, policy)
+    ]
     if is_async and not isinstance(saver, AsyncSaveStrategy):
         text = f"async_mode: {kind} saves in the foreground only: choose async_mode='disabled', or another strategy"
         faults.append(SettingFault("async_mode", None, text))
@@ -71,6 +71,17 @@ def find_step_saver(
     if faults:
         raise ConfigurationError.list_all("", faults)
     return saver
+
+
+def _make_refusal(source: str, policy: Accept | None, saver: SaveStrategy) -> SettingFault:
+    """Return the fault of a policy that does not accept what the strategy saves."""
+    unknown = "; ".join(list_unknown_accepted(policy, get_plugin_manager()))
+    why = f" ({unknown})" if unknown else ""
+    text = (
+        f"steps would be saved as {saver.backend}@{saver.version}, which {source} does not allow{why}: the job could "
+        "not go on from them; add it, or choose another strategy"
+    )
+    return SettingFault(source, policy, text)
 
 
 def check_assets(folder: str, mapping: Any, *, cut_vocabulary: bool) -> None:
@@ -91,12 +102,17 @@ def check_folder(place: str | os.PathLike[str] | None) -> None:
     """Check the folder of the steps, without opening it.
 
     Raises:
-        ConfigurationError: It is a file, or a URL that names no bucket.
+        ConfigurationError: It is a file, or the scheme of a URL without a bucket.
+        StorageError: It cannot be looked at, or no plugin serves the URL.
     """
-    if (local := check_place(place)) is not None and local.is_file():
-        raise ConfigurationError(f"{place} is a file: give the directory that the steps are to be in")
-    if place is not None and str(place).rstrip("/").endswith(":"):
-        raise ConfigurationError(f"{str(place)!r} names no bucket or directory: s3://bucket/run")
+    if (local := check_place(place)) is not None:
+        with wrap_os_errors("access", local):
+            is_file = local.is_file()
+        if is_file:
+            raise ConfigurationError(f"{place} is a file: give the directory that the steps are to be in")
+    if _SCHEME.fullmatch(text := str(place)):  # also of pathlib, which makes s3: of s3://
+        local_name = "" if "/" in text else f" (a local directory of that name can be given as ./{text})"
+        raise ConfigurationError(f"{text!r} names no bucket or directory: s3://bucket/run{local_name}")
 
 
 def check_place(place: str | os.PathLike[str] | None) -> Path | None:

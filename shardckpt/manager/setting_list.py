@@ -38,27 +38,28 @@ def list_settings(names: Sequence[str] = ()) -> list[Setting]:
         ConfigurationError: There is no such setting.
     """
     fields, texts = CheckpointConfig.model_fields, _read_texts(inspect.getdoc(CheckpointConfig) or "")
-    wanted = [ours for name in names for ours in list_our_names(name)] or [*fields]
+    wanted = dict.fromkeys(ours for name in names for ours in list_our_names(name)) or fields
     for name in wanted:
         if name not in fields:
             hint, _ = find_hint((), name)
             known = f": {hint}" if hint else f" {name_known(name, fields, 'settings', also=OTHER_NAMES)}"
             raise ConfigurationError(f"there is no setting {name!r}{known}")
     defaults = CheckpointConfig().model_dump(mode="json")
+    # without the marks of Sphinx: :class:`~a.b.KeepBest` is KeepBest
     plain = {name: re.sub(r":\w+:`[~\w.]*?(\w+)`|``", r"\1", text) for name, text in texts.items()}
-    return [Setting(name, repr(defaults[name]), plain[name]) for name in wanted]
+    # Python -OO keeps no docstrings
+    return [Setting(name, repr(defaults[name]), plain.get(name, "")) for name in wanted]
 
 
 def _read_texts(doc: str) -> dict[str, str]:
     """Return the text of each attribute in a docstring, in one line."""
     texts: dict[str, str] = {}
-    lines = doc.partition("Attributes:\n")[2].splitlines()
-    for line in lines:
-        name, colon, text = line.strip().partition(": ")
-        if line.startswith("    ") and not line.startswith("     ") and colon:
-            texts[name] = text
-        elif line.startswith("     ") and texts:
-            texts[[*texts][-1]] += f" {line.strip()}"
+    name = ""
+    for line in doc.partition("Attributes:\n")[2].splitlines():
+        if line.startswith("     ") and name:  # goes on with the text of the line before
+            texts[name] += f" {line.strip()}"
+        elif line.startswith("    ") and ": " in line:
+            name, _, texts[name] = line.strip().partition(": ")
         elif line.strip():
             break
     return texts

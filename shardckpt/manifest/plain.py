@@ -48,6 +48,7 @@ class PlainRecord(NamedTuple):
     save_id: str
     backend: str
     version: int
+    reader: str
     writer: dict[str, str]
     world_size: int
     digest_algorithm: str
@@ -73,7 +74,7 @@ def parse_plain(marker: bytes, record: bytes) -> PlainRecord | None:
     """
     try:
         found: Any = parse_json(record)
-        said: Any = parse_json(marker)
+        marked: Any = parse_json(marker)
         digest = found["self_digest"]
         head, _, tail = record.rpartition(digest.encode())
         # its own digest says that the rest is unchanged, and so was checked then
@@ -85,6 +86,7 @@ def parse_plain(marker: bytes, record: bytes) -> PlainRecord | None:
             found["save_id"],
             found["backend"],
             found["version"],
+            found["reader"],
             found["writer"],
             found["world_size"],
             found["digest_algorithm"],
@@ -93,18 +95,24 @@ def parse_plain(marker: bytes, record: bytes) -> PlainRecord | None:
             found.get("content_metadata"),
             digest,
         )
-        key = {"sharded_backend": plain.backend, "sharded_backend_version": plain.version}
-        is_marked = said in (key, {**key, "common_backend": "torch", "common_backend_version": 1})
-        is_marked = is_marked and all(type(value) in (str, int) for value in said.values())  # JSON's true equals 1
-        return plain if is_marked and _has_types(plain) and all(map(is_file_name, plain.list_files())) else None
+        has_parts = isinstance(found["files"], list) and isinstance(found.get("timings"), dict | None)
+        is_right = has_parts and _has_types(plain) and all(map(is_file_name, plain.list_files()))
+        return plain if is_right and _is_marker_of(plain, marked) else None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
+
+
+def _is_marker_of(plain: PlainRecord, marked: dict[str, Any]) -> bool:
+    """Return whether a marker is as a save of this library writes it, with or without Megatron's other fields."""
+    needed = {"sharded_backend": plain.backend, "sharded_backend_version": plain.version}
+    is_equal = marked in (needed, {**needed, "common_backend": "torch", "common_backend_version": 1})
+    return is_equal and all(type(value) in (str, int) for value in marked.values())  # JSON's true equals 1
 
 
 def _has_types(plain: PlainRecord) -> bool:
     """Return whether the values have the types of the model: ids, texts, and integers that are exact in JSON."""
     ids = [plain.save_id] if plain.lineage.parent is None else [plain.save_id, plain.lineage.parent]
-    texts = [plain.backend, plain.digest_algorithm, *plain.writer.values()]
+    texts = [plain.backend, plain.reader, plain.digest_algorithm, *plain.writer.values()]
     numbers = [plain.version, plain.world_size]
     numbers += [] if plain.lineage.step is None else [plain.lineage.step]
     for file in plain.files:
@@ -113,4 +121,5 @@ def _has_types(plain: PlainRecord) -> bool:
         if not isinstance(file.segments, str):
             numbers.append(file.segments)
     is_text = all(isinstance(text, str) for text in texts) and all(re.fullmatch(SAVE_ID, each) for each in ids)
-    return is_text and all(type(number) is int and 0 <= number < 1 << 53 for number in numbers)
+    is_number = all(type(number) is int and 0 <= number < 1 << 53 for number in numbers)
+    return is_text and is_number and plain.world_size > 0 and all(file.segments != 0 for file in plain.files)

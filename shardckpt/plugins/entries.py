@@ -93,7 +93,7 @@ class MigrationEntry:
         """
         kind = _import_class(self.target, Migration, self.distribution)
         claim = (self.backend, self.from_version, self.to_version)
-        _check_claim(self.name, self.distribution, claim, (kind.backend, kind.from_version, kind.to_version))
+        _check_claim(self.name, self.distribution, claim, get_migration_key(kind))
         return _create(kind, self.distribution)  # type: ignore[no-any-return]
 
 
@@ -146,6 +146,14 @@ def get_strategy_key(strategy: Any) -> tuple[str, int]:
     return backend, version
 
 
+def get_migration_key(kind: type[Migration]) -> tuple[str, int, int]:
+    """Return the backend and the two versions that a migration class names; it is a PluginError if it lacks one."""
+    missing = [name for name in ("backend", "from_version", "to_version") if not hasattr(kind, name)]
+    if missing:
+        raise PluginError(f"{kind.__qualname__} must name as class attributes: {', '.join(missing)}")
+    return kind.backend, kind.from_version, kind.to_version
+
+
 def _class_name(target: Any) -> str:
     """Return a class's name with its module, without importing it."""
     if isinstance(target, str):
@@ -180,6 +188,6 @@ def _check_claim(name: str, distribution: str, claimed: tuple[Any, ...], own: tu
 def _create(kind: type[Any], distribution: str) -> Any:
     try:
         return kind()
-    except Exception as exc:
+    except (Exception, SystemExit) as exc:  # as a module may, and the other ranks wait for an error
         name = _class_name(kind)
         raise PluginError(f"{name} of {distribution} cannot be created: {type(exc).__name__}: {exc}") from exc

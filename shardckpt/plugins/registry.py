@@ -17,6 +17,7 @@ from shardckpt.plugins.entries import (
     StrategyAction,
     check_key,
     check_targets,
+    get_migration_key,
     get_strategy_key,
 )
 from shardckpt.strategy import LoadStrategy, Migration, SaveStrategy
@@ -139,10 +140,7 @@ class StrategyRegistry:
         kind: Any = migration
         if not (isinstance(kind, type) and issubclass(kind, Migration)):
             raise PluginError(f"{kind!r} is not a subclass of shardckpt.Migration")
-        missing = [name for name in ("backend", "from_version", "to_version") if not hasattr(migration, name)]
-        if missing:
-            raise PluginError(f"{migration.__qualname__} must name as class attributes: {', '.join(missing)}")
-        self._put_migration(migration.backend, migration.from_version, migration.to_version, migration)
+        self._put_migration(*get_migration_key(migration), migration)
 
     def add_lazy_migration(self, backend: str, from_version: int, to_version: int, migration: str) -> None:
         """Register a migration as ``"module:Class"``, without importing it.

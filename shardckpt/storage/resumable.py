@@ -51,7 +51,7 @@ class ReplayedFile(FileWriter):
 
     def describe(self, content: Callable[[], str]) -> None:
         """Describe the records; see the base."""
-        self._described.update(content().encode())
+        self._describe(content())
 
     def append(
         self,
@@ -98,9 +98,13 @@ class ReplayedFile(FileWriter):
             self._write_note()
         return record
 
+    def _describe(self, text: str) -> None:
+        # a key may be text that UTF-8 has not: pickles, and so torch.save's files, hold it
+        self._described.update(text.encode(errors="surrogatepass"))
+
     def _replay(self, nbytes: int, keys: int, what: str) -> int | None:
         """Return the offset of the next record if it is in the file already, else None."""
-        self._described.update(f"{nbytes} {what}\n".encode())
+        self._describe(f"{nbytes} {what}\n")
         self._records += 1
         if self._records > self._done.records:
             return None

@@ -96,7 +96,8 @@ class WriterPool:
         if self._pool is None:
             task()
             return None
-        return start(self._pool if thread is None or sum(self._files) == 1 else self._single_threads[thread], task)
+        is_alone = sum(self._files) == 1
+        return start(self._pool if thread is None or is_alone else self._single_threads[thread], task)
 
     def close(self) -> None:
         """End the threads."""

@@ -45,10 +45,13 @@ def expert_read_items(key: str, layout: ExpertLayout, stored: TensorStorageMetad
         )
     pieces = layout.pieces()
     chunks = [ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)) for box, _ in pieces]
+    planned: list[list[ReadItem]] = [[] for _ in pieces]
+    for item in create_read_items_for_chunk_list(key, stored, chunks):
+        planned[item.dest_index.index or 0].append(item)
+    # planners know the rank's tensor by an offset of zeros
+    whole = MetadataIndex(key, torch.Size((0,) * len(layout.global_shape)))
     found = []
-    planned = create_read_items_for_chunk_list(key, stored, chunks)
-    for number, (box, place) in enumerate(pieces):
-        items = [item for item in planned if item.dest_index.index == number]
+    for (box, place), items in zip(pieces, planned, strict=True):
         filled = [Box(tuple(item.dest_offsets), tuple(item.lengths)) for item in items]
         if find_overlap(filled) is not None:
             raise CorruptCheckpointError(f"{key!r}: its stored chunks overlap in {box}")
@@ -56,9 +59,7 @@ def expert_read_items(key: str, layout: ExpertLayout, stored: TensorStorageMetad
         hole = find_hole(box.shape, filled)
         if hole is not None:
             raise CorruptCheckpointError(f"{key!r}: the checkpoint does not hold {hole.moved(box.offset)} of it")
-        # from offsets in the box to offsets in the rank's tensor, which planners know by an offset of zeros
-        index = MetadataIndex(key, torch.Size((0,) * len(place)))
         for item in items:
-            offsets = torch.Size(map(add, place, item.dest_offsets))
-            found.append(dataclasses.replace(item, dest_index=index, dest_offsets=offsets))
+            offsets = torch.Size(map(add, place, item.dest_offsets))  # in the rank's tensor, not in the box
+            found.append(dataclasses.replace(item, dest_index=whole, dest_offsets=offsets))
     return found

@@ -135,30 +135,13 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
 
     def load_common(self, context: LoadContext) -> StateDict:
         """Read the common state, with its tensors on the CPU: from an object, ``common.pt``, or single values."""
-        reader = context.reader
-        index = read_index(reader)
-        if index.common is not None:
-            data = reader.read_range(*index.common, "common state")
-            # Megatron stores a list of the objects that share the key.
-            return decode_object(data, "common state", context.allow_globals)[0]  # type: ignore[no-any-return]
-        path = f"{reader.directory}/{COMMON_FILE}"
-        if reader.has(COMMON_FILE):
-            if reader.manifest.recognised_as is not None:
-                logger.warning(
-                    "%s has Megatron's %s and no metadata.json, which Megatron writes last and does not load without: "
-                    "the save did not end, or the file was lost; the rest is loaded (`shardckpt verify` reads it)",
-                    reader.directory,
-                    COMMON_FILE,
-                )
-            data = reader.read(COMMON_FILE, "the common state")
-            return decode_object(data, path, context.allow_globals)  # type: ignore[no-any-return]
-        if needs_common_file(reader.manifest, index):
+        common = _read_common(context)
+        if not isinstance(common, dict):
             raise CorruptCheckpointError(
-                f"{path} is missing: it has the common state. Copy it from where the checkpoint came from. "
-                "Without it, open_checkpoint reads the tensors alone; for a checkpoint that never had any common "
-                f"state, torch.save({{}}, {path!r}) makes an empty one"
+                f"{context.reader.directory}: its common state is a {type(common).__name__}, and a save writes a dict: "
+                "another program has written it, or it is damaged"
             )
-        return _build_loose_state(index, context)
+        return common
 
     def load_index(self, context: LoadContext) -> list[ShardedBase]:
         """Return the stored tensors without data, unsharded with their true global shapes, and the stored objects."""
@@ -221,6 +204,38 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
         return {path.name for path in directory.iterdir() if path.name in named or path.suffix == ".distcp"}
 
 
+def _read_common(context: LoadContext) -> Any:
+    """Return what is stored as the common state: in an object, in ``common.pt``, or value by value."""
+    reader = context.reader
+    index = read_index(reader)
+    if index.common is not None:
+        return _decode_first(reader.read_range(*index.common, "common state"), "common state", context.allow_globals)
+    path = f"{reader.directory}/{COMMON_FILE}"
+    if reader.has(COMMON_FILE):
+        if reader.manifest.recognised_as is not None:
+            logger.warning(
+                "%s has Megatron's %s and no metadata.json, which Megatron writes last and does not load without: "
+                "the save did not end, or the file was lost; the rest is loaded (`shardckpt verify` reads it)",
+                reader.directory,
+                COMMON_FILE,
+            )
+        data = reader.read(COMMON_FILE, "the common state")
+        return decode_object(data, path, context.allow_globals)
+    if needs_common_file(reader.manifest, index):
+        raise CorruptCheckpointError(
+            f"{path} is missing: it has the common state. Copy it from where the checkpoint came from. "
+            "Without it, open_checkpoint reads the tensors alone; for a checkpoint that never had any common "
+            f"state, torch.save({{}}, {path!r}) makes an empty one"
+        )
+    return _build_loose_state(index, context)
+
+
+def _decode_first(data: bytes, what: str, allow_globals: tuple[Any, ...]) -> Any:
+    """Return the object in an archive; of several, which Megatron stores as a list if they share a key, the first."""
+    loaded = decode_object(data, what, allow_globals)
+    return loaded[0] if isinstance(loaded, list) and loaded else loaded
+
+
 def _read_nested_state(index: StoredIndex, context: LoadContext) -> NestedState:
     """Return the values that a plain DCP directory stored one by one; none for any other dialect."""
     values = _read_loose_values(index, context)
@@ -231,9 +246,8 @@ def _find_object(index: StoredIndex, allow_globals: tuple[Any, ...], shard: Shar
     """Return how an object is read, by the allow-list and the caller's additions."""
     what = f"object {shard.unique_key!r}"
 
-    def load(data: bytes) -> None:  # Megatron stores a list of the objects that share the key
-        loaded = decode_object(data, what, allow_globals)
-        shard.data = loaded[0] if isinstance(loaded, list) and loaded else loaded
+    def load(data: bytes) -> None:
+        shard.data = _decode_first(data, what, allow_globals)
 
     return ObjectRead(index.objects[shard.unique_key], what, load)
 

@@ -38,12 +38,23 @@ def test_every_setting_is_listed_with_its_default(capsys: pytest.CaptureFixture[
     assert all(each["text"].strip() for each in found)
 
 
+def test_settings_are_listed_without_docstrings(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under ``python -OO``, which drops them, their defaults are shown."""
+    monkeypatch.setattr("inspect.getdoc", lambda _: None)
+    assert main(["config", "interval"]) == 0
+    assert capsys.readouterr().out.startswith("interval = 500")
+
+
 def test_a_setting_by_another_librarys_name(capsys: pytest.CaptureFixture[str]) -> None:
     """The whole text of ours is shown; a name that nobody knows is an error with the nearest."""
     assert main(["config", "max_to_keep"]) == 0
     assert capsys.readouterr().out.startswith("keep_latest_k = 10\n    How many of the newest checkpoints to keep")
     assert main(["config", "save_strategy"]) == 0
     assert re.findall(r"^(\w+) = ", capsys.readouterr().out, re.MULTILINE) == ["interval", "save_when"]
+    assert main(["config", "save_steps", "interval"]) == 0
+    assert capsys.readouterr().out.count("interval = 500") == 1
     assert main(["config", "intervl"]) == 2
     assert "there is no setting 'intervl' (did you mean interval? settings: " in capsys.readouterr().err
     assert main(["config", "timeout"]) == 2
@@ -464,7 +475,15 @@ def test_a_misspelt_variable_is_named_as_the_cause(tmp_path: Path, monkeypatch: 
         CheckpointManager(CheckpointConfig(folder=tmp_path), {"model": torch.nn.Linear(2, 2)})
 
 
-@table("folder, said", [("{}/a.json", "is a file: give the directory"), ("s3://", "names no bucket")])
+@table(
+    "folder, said",
+    [
+        ("{}/a.json", "is a file: give the directory"),
+        ("s3://", "names no bucket"),
+        ("s3:", r"./s3:"),
+        ("{}" + f"/{'a' * 200}" * 25, "cannot access "),
+    ],
+)
 def test_a_folder_that_can_be_none_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str, said: str
 ) -> None:
@@ -475,6 +494,16 @@ def test_a_folder_that_can_be_none_is_refused(
     assert said in capsys.readouterr().err
     with pytest.raises(CheckpointingException, match=said):
         CheckpointManager(CheckpointConfig(folder=given), {"model": torch.nn.Linear(2, 2)})
+
+
+def test_a_local_folder_may_end_with_a_colon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As one that is called after the time of day: only a scheme alone names no directory."""
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps({"folder": f"{tmp_path}/run-10:30:"}))
+    assert main(["config", "--check", str(file)]) == 0
+    assert "all right" in capsys.readouterr().out
+    with CheckpointManager(CheckpointConfig(folder=f"{tmp_path}/run-10:30:"), {"model": torch.nn.Linear(2, 2)}) as one:
+        assert one.save(1, force=True)
 
 
 def test_check_looks_at_what_a_training_meets_later(

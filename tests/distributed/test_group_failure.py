@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from shardckpt.distributed.group_failure import POLL_INTERVAL, Deadlines, Diagnosis, GroupFailure
+from shardckpt.distributed.group_failure import POLL_INTERVAL, Call, Deadlines, Diagnosis, GroupFailure
 from tests.distributed.group_failure import DIED, STOPPED
 from tests.distributed.simulated import BEGIN, Job, Outcome, View
 
@@ -96,6 +97,15 @@ def test_in_smaller_groups_ranks_have_the_numbers_of_the_job() -> None:
     """A rank is named by its number in the whole job, with the ranks of its group."""
     job = Job([1, 3], 4, dies={3: 0.0})
     _check(job.run(), {1}, "rank 3 (of the group of ranks 1, 3)" + DIED.format(2), (3,), by=5.0)
+
+
+def test_an_error_of_a_large_group_names_the_first_ranks_and_how_many_more() -> None:
+    """The line of a log stays one that is read; ``missing_ranks`` has all."""
+    job = Job(range(0, 200, 2), 200, dies=dict.fromkeys(range(2, 200, 2), 0.0))
+    (outcome,) = job.run().values()
+    assert outcome.diagnosis.missing == (*range(2, 200, 2),)
+    assert "40, ... and 79 more (of the group of ranks 0, 2, " in outcome.diagnosis.text
+    assert "38, ... and 80 more) died or left" in outcome.diagnosis.text
 
 
 def test_the_host_of_the_store_dies() -> None:
@@ -236,6 +246,23 @@ def test_a_store_that_fails_is_asked_no_more() -> None:
     failure = GroupFailure(view)  # type: ignore[arg-type]
     assert [failure.is_announced() for _ in range(3)] == [False] * 3
     assert view.calls == 1
+
+
+def test_a_rank_that_cannot_start_a_thread_goes_on_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A healthy collective does not fail by it, and the rank asks once a thread can be started."""
+
+    def refuse(_: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    view = View(Job(), 0)
+    view.call = Call  # type: ignore[method-assign, assignment]
+    view.store.set("failed", str(view.time()).encode())
+    failure = GroupFailure(view)  # type: ignore[arg-type]
+    with monkeypatch.context() as full:
+        full.setattr(Thread, "start", refuse)
+        assert not failure.is_announced()
+        assert not failure.is_announced()
+    assert failure.is_announced()
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,10 @@ CHANGED = [
     (torch.tensor([1e6]), torch.float8_e4m3fn, 1e6),
     (torch.tensor([57344.0]).to(torch.float8_e5m2), torch.float8_e4m3fn, 57344.0),
     (torch.tensor(2**24 + 1), torch.float32, 2**24 + 1),
+    (torch.tensor([NAN, 1.0, -INF]), torch.float8_e4m3fn, -INF),
+    (torch.tensor([1.0, INF]).to(torch.float8_e5m2), torch.float8_e5m2fnuz, INF),
+    (torch.tensor([2.0, -4.0]), torch.float8_e8m0fnu, -4.0),
+    (torch.tensor([2.0, -4.0]).to(torch.float8_e4m3fn), torch.float8_e8m0fnu, -4.0),
 ]
 #: Stored values and a dtype that holds them or their nearest.
 KEPT = [
@@ -61,7 +65,9 @@ KEPT = [
     (torch.tensor([INF, -INF, NAN, 1 / 3]), torch.float16),
     (torch.tensor([INF, 1e38, 0.1]), torch.bfloat16),
     (torch.tensor([448.0, 1.0]).to(torch.float8_e5m2), torch.float8_e4m3fn),
-    (torch.tensor([460.0, -0.3]), torch.float8_e4m3fn),
+    (torch.tensor([460.0, -0.3, NAN]), torch.float8_e4m3fn),
+    (torch.tensor([-INF, INF, 1.0]).bfloat16(), torch.float8_e5m2),
+    (torch.tensor([0.25, 3.1, 1e-30, NAN]), torch.float8_e8m0fnu),
     (torch.tensor([]), torch.float16),
     (torch.tensor([True]), torch.float16),
 ]
@@ -184,6 +190,7 @@ def test_a_hugging_face_folder_is_no_exception(tmp_path: Path) -> None:
     "value, wanted, said",
     [
         (torch.full((2, 2), 1e5), torch.float16, r"100000\.0 would be inf"),
+        (torch.full((2, 2), 1 + 1e39j, dtype=torch.complex128).conj(), torch.complex64, r"-1e\+39 would be -inf"),
         (torch.full((2, 2), 1.5), torch.int32, r"stored torch\.float32, wanted torch\.int32"),
     ],
 )

@@ -231,6 +231,15 @@ class Color(enum.Enum):
     RED = 2
 
 
+def test_a_name_that_utf8_has_not_is_written(tmp_path: Path) -> None:
+    """A large file, whose writing may be continued, takes a lone surrogate in a key as a small one does."""
+    for name, count in (("small", 2), ("large", 1 << 20)):
+        values = torch.ones(count, dtype=torch.uint8)
+        dc.save({"w": ShardedTensor.from_rank_offsets("w\udc80", values)}, tmp_path / name, "torch_dist")
+        convert_checkpoint(tmp_path / name, tmp_path / f"{name}.pt", "torch")
+        assert torch.load(tmp_path / f"{name}.pt")["w\udc80"].equal(values)
+
+
 def test_other_classes_become_builtin_ones(tmp_path: Path) -> None:
     """Values of other classes are written as builtin types, and listed; what has no counterpart is an error."""
     common = {"args": argparse.Namespace(lr=0.5, shape=torch.Size([2])), "rate": np.float64(1.5), "rng": np.arange(3)}

@@ -293,6 +293,7 @@ def test_a_failed_registration_is_taken_back() -> None:
 
 
 LAZY_MODULE = """
+from shardckpt.strategy import Migration
 from tests.plugins.test_registry import _LoadToy, _OneToTwo, _SaveToy
 
 class Saver(_SaveToy):
@@ -306,6 +307,16 @@ class Loader(_LoadToy):
 
 class Migrator(_OneToTwo):
     pass
+
+class Unversioned(Migration):
+    backend = "toy"
+
+    def migrate(self, *_):
+        pass
+
+class Exits(_SaveToy):
+    def __init__(self):
+        raise SystemExit("no licence for libtoy")
 
 number = 3
 """
@@ -341,6 +352,7 @@ def test_a_lazy_strategy_is_imported_at_first_use(lazy: str) -> None:
         (":Newer", r"Newer of toys 1\.0 is registered as \('toy', 1\), but its class attributes name \('toy', 2\)"),
         (":Loader", r"Loader of toys 1\.0 is not a SaveStrategy"),
         (":number", r"number of toys 1\.0 is not a SaveStrategy"),
+        (":Exits", r"Exits of toys 1\.0 cannot be created: SystemExit: no licence for libtoy"),
         (":Absent", r"Absent of toys 1\.0 cannot be imported: AttributeError: .*Absent"),
         ("_absent:Saver", r"of toys 1\.0 cannot be imported: ModuleNotFoundError: .*_absent"),
         ("_broken:Saver", r"of toys 1\.0 cannot be imported: RuntimeError: libtoy is too old"),
@@ -392,11 +404,14 @@ def test_a_migration_without_its_versions_is_named() -> None:
 
 
 def test_a_migration_that_does_not_match_is_a_plugin_error(lazy: str) -> None:
-    """A lazy migration between other versions than it was registered for is not run."""
+    """A lazy migration between other versions than it was registered for, or that names none, is not run."""
     registry = StrategyRegistry()
     registry.add_lazy_migration("toy", 2, 3, f"{lazy}:Migrator")
     with pytest.raises(PluginError, match=r"registered as \('toy', 2, 3\), .* name \('toy', 1, 2\)"):
         registry.migrations("toy", 2)[0].create()
+    registry.add_lazy_migration("toy", 3, 4, f"{lazy}:Unversioned")
+    with pytest.raises(PluginError, match="Unversioned must name as class attributes: from_version, to_version"):
+        registry.migrations("toy", 3)[0].create()
 
 
 def test_a_duplicate_migration_names_both_sides() -> None:

@@ -52,6 +52,27 @@ def test_the_record_of_a_streamed_file_is_that_of_a_local_one(folder: ObstoreFol
     assert folder.read("data.bin", 0, len(local) + 1) == local
 
 
+def test_a_stream_whose_thread_cannot_start_says_so(
+    folder: ObstoreFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process without room for a thread gets that error when it gives the object up, and leaves nothing."""
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "shardckpt-stream":
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    begin = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", start)
+    large = torch.zeros(40 * MIB, dtype=torch.uint8)
+    with (
+        pytest.raises(StorageError, match=r"cannot write objects://.*/data\.bin: RuntimeError: can't start new thread"),
+        CheckpointWriter(tmp_path, 0, store=folder) as writer,
+    ):
+        writer.create("data.bin").append(large.nbytes, lambda: [memoryview(large.numpy())])
+    assert folder.tree() == {}
+
+
 @table("kind", ["memory", "local"])
 def test_the_abilities_of_a_folder(kind: str, tmp_path: Path) -> None:
     """Objects are created once, read by ranges into memory, listed at any depth, and deleted together."""

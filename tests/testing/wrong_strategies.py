@@ -209,6 +209,15 @@ class LoadFollowsNames(LoadPastTheReader):
     """It opens whatever file the index names, anywhere."""
 
 
+class LoadResolvesNames(LoadPastTheReader):
+    """It opens whatever file the index names, by a path from which ``..`` is resolved."""
+
+    def read_range(self, reader: CheckpointReader, entry: Entry) -> bytearray:
+        with (reader.directory / entry.file).resolve().open("rb") as file:
+            file.seek(entry.start)
+            return bytearray(file.read(entry.nbytes))
+
+
 class _HoldsTensors(Work):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -409,6 +418,7 @@ WRONG: dict[str, tuple[type[Any], str]] = {
     "unpickles without an allow-list": (LoadPickles, "test_a_pickle_runs_nothing[common state]"),
     "opens files past the reader": (LoadPastTheReader, "test_a_flipped_bit"),
     "opens files that the index names outside of the directory": (LoadFollowsNames, "test_hostile_names"),
+    "resolves such names to paths before it opens them": (LoadResolvesNames, "test_hostile_names"),
     "reads the caller's tensors behind the training": (SaveHoldsTensors, "test_background_save[thread-1-1]"),
     "stores old objects and common state by a cached plan": (SaveReusesObjects, "test_plans_are_used_again"),
     "waits for ranks that do not save": (SaveWaitsForAll, "test_a_subgroup"),

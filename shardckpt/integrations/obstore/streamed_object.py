@@ -54,19 +54,18 @@ class StreamedObject:
             if self._first is None:
                 self._first = part
                 return
-            self._next, self._first = self._first, None
-            self._thread = threading.Thread(target=self._send, name="shardckpt-stream", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._send, name="shardckpt-stream", daemon=True)
+            thread.start()
+            self._thread = thread  # one that cannot start is none to wait for: abort() would hide why
+            with self._changed:
+                self._next, self._first = self._first, None
+                self._changed.notify_all()
         with self._changed:
-            self._changed.wait_for(lambda: self._next is None or self._error is not None)
-            if self._error is not None:
-                raise self._error
+            self._wait_until_taken()
             self._next = part
             self._changed.notify_all()
             # else three parts would wait: this one, the one that obstore has taken, and the one that the caller fills
-            self._changed.wait_for(lambda: self._next is None or self._error is not None)
-            if self._error is not None:
-                raise self._error
+            self._wait_until_taken()
 
     def close(self) -> None:
         """Wait until the object is there."""
@@ -89,6 +88,12 @@ class StreamedObject:
                 self._aborted = True
                 self._changed.notify_all()
             self._thread.join()
+
+    def _wait_until_taken(self) -> None:
+        """Wait, with the lock, until obstore has taken the next part; raise its error if it has failed."""
+        self._changed.wait_for(lambda: self._next is None or self._error is not None)
+        if self._error is not None:
+            raise self._error
 
     def _send(self) -> None:
         try:

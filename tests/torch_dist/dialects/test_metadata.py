@@ -89,6 +89,19 @@ def test_common_state_among_the_tensors_needs_no_file() -> None:
     assert dc.load(wanted(), GOLDEN / "mcore-0.20.0")["iteration"] == 17
 
 
+@table("value", [[], "", 5, torch.Size([3])])
+def test_a_common_state_that_is_no_dict_is_damage(tmp_path: Path, value: Any) -> None:
+    """In the object or in ``common.pt``, it is an error that names the checkpoint, and no fault of the strategy."""
+    dcp.save({"common_state/shard_0_1": value}, checkpoint_id=tmp_path / "a", no_dist=True)
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "b", no_dist=True)
+    torch.save(value, tmp_path / "b" / COMMON)
+    for name in ("a", "b"):
+        with pytest.raises(
+            CorruptCheckpointError, match=rf"{name}: its common state is a \w+, and a save writes a dict"
+        ):
+            dc.load_common_state_dict(tmp_path / name)
+
+
 @table("flatten", [True, False])
 @table("ours", [True, False])
 def test_plain_dcp_has_no_such_file(tmp_path: Path, ours: bool, flatten: bool) -> None:
