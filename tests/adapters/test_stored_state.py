@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import load_into, to_sharded_state_dict
+from shardckpt.adapters.dtensor import LayoutCache
 from shardckpt.adapters.leaves import describe_object, describe_tree
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
 from shardckpt.optimizer_state import load_sharded_optimizer_state_dict
@@ -196,7 +197,9 @@ def test_options_by_parameter_are_read(tmp_path: Path) -> None:
     described["optimizer"]["param_groups"] = {
         name: {
             "values": describe_object(options, f"optimizer.param_groups.{name}", True),
-            "tensors": describe_tree({"lr": rate}, f"optimizer.param_groups.{name}", True, objects=True),
+            "tensors": describe_tree(
+                {"lr": rate}, f"optimizer.param_groups.{name}", True, objects=True, cache=LayoutCache()
+            ),
         }
         for name, _ in job.model.named_parameters()
     }
@@ -326,7 +329,7 @@ def test_checkpoints_without_forms_load_into_lists(tmp_path: Path) -> None:
         each.train(0, 1)
     described = to_sharded_state_dict(job.model, job.optimizer)
     state = {"0.weight": job.optimizer.state[job.model[0].weight]}
-    described["optimizer"]["state"] = describe_tree(state, "optimizer.state", True, objects=True)
+    described["optimizer"]["state"] = describe_tree(state, "optimizer.state", True, objects=True, cache=LayoutCache())
     dist_checkpointing.save(described, tmp_path / "c")
     fresh = Job(STEPPED["LBFGS"])
     resumed.train(2, 3)
