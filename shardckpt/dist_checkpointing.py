@@ -255,8 +255,8 @@ def load(
     Where a wanted tensor has another dtype than the stored one, values are cast as they are loaded, if the dtype can
     hold them or their nearest; that is logged once a load. Casts that would cut or wrap values are refused by name,
     before anything is filled. Of other casts the values tell: one that changes an integer (2**24 + 1 as float32), makes
-    a number infinite (1e5 as float16), or an infinity or a sign into something else (inf as float8_e4m3fn, -1 as
-    float8_e8m0fnu), is refused once it is made; destinations are filled then.
+    a number infinite (1e5 as float16), or loses an infinity or a sign (inf as float8_e4m3fn, -1 as float8_e8m0fnu), is
+    refused once it is made; destinations are filled then.
 
     =========================== ============================================= ======================================
     stored                      wanted                                        the load

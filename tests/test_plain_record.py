@@ -76,6 +76,7 @@ def test_what_is_not_as_it_was_written_is_left_to_the_model(marker: bytes, recor
         {"world_size": 0},
         {"files": {}},
         {"files": [{**RECORD.files[1].model_dump(), "segments": 0}]},
+        {"files": [{**RECORD.files[1].model_dump(), "name": name} for name in ("a.bin", "a.bin/b.bin")]},
         {"timings": []},
     ],
 )

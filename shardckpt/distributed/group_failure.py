@@ -99,17 +99,10 @@ class Call(Generic[_T]):
                 self.results.append(function())
 
         self._thread = Thread(target=run, name="shardckpt-failure", daemon=True)
+        self._thread.start()
 
     def ends_within(self, seconds: float) -> bool:
-        """Start it, and wait for its end, so long at most; return whether it has ended; if not, ask again or leave it.
-
-        Where the process cannot start one more thread, the call has not ended: that is no failure of the group.
-        """
-        if self._thread.ident is None:
-            try:
-                self._thread.start()
-            except (RuntimeError, MemoryError):
-                return False
+        """Wait for its end, so long at most; return whether it has ended. One that takes longer is left behind."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -159,7 +152,7 @@ class GroupView:
         time.sleep(seconds)
 
     def call(self, function: Callable[[], _T]) -> Call[_T]:
-        """Return a call of the store or of gloo, which may never end."""
+        """Start a call of the store or of gloo, which may never end."""
         return Call(function)
 
     def is_closed(self, rank: int) -> bool:
@@ -210,7 +203,12 @@ class GroupFailure:
         if self._store is None:
             return False
         store, since = self._store, self._view.since
-        poll = self._poll or self._view.call(lambda: store.check(["failed"]) and float(store.get("failed")) >= since)
+        try:
+            poll = self._poll or self._view.call(
+                lambda: store.check(["failed"]) and float(store.get("failed")) >= since
+            )
+        except (RuntimeError, MemoryError):  # this process can start no thread now: that is no failure of the group
+            return False
         if not poll.ends_within(POLL_INTERVAL):
             self._poll = poll
             return False

@@ -1,4 +1,4 @@
-"""Values that a load's casts have changed: integers that were rounded, floats that have become infinite.
+"""Values that a load's casts have changed: rounded integers, floats that became infinite, lost infinities and signs.
 
 Dtypes do not tell: a step count of 1,000 comes through float32, one of 2**24 + 1 does not. The results of such casts
 are examined once they are loaded; a suspicious tensor is read once more in its stored dtype, one at a time.

@@ -5,8 +5,9 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import compress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+
+import torch
 
 from shardckpt.engine.load_results import check_buildable, check_columns, check_common, check_index, check_values
 from shardckpt.engine.locations import locate
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
-
-    import torch
 
     from shardckpt.distributed.comm import Comm
     from shardckpt.manifest.models import Manifest
@@ -196,9 +195,8 @@ class OpenCheckpoint:
             # all of them before the first is copied
             values = check_values(self.strategy, wanted, values, self.operation.plugins, self._find_dtypes)
             delivered = [_deliver(shard, value) for shard, value in zip(wanted, values, strict=True)]
-            # not of objects: theirs may be an attribute that means anything
-            of_tensors = (isinstance(shard, ShardedTensor) for shard in wanted)
-            nbytes = sum(tensor.nbytes for tensor in compress(delivered, of_tensors))
+            # other objects may have an attribute of that name, which means anything
+            nbytes = sum(value.nbytes for value in delivered if isinstance(value, torch.Tensor))
             self.operation.add_nbytes(nbytes)
             if self.operation.count is not None:
                 self.operation.count(nbytes)

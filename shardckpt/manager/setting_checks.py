@@ -110,8 +110,10 @@ def check_folder(place: str | os.PathLike[str] | None) -> None:
             is_file = local.is_file()
         if is_file:
             raise ConfigurationError(f"{place} is a file: give the directory that the steps are to be in")
-    if _SCHEME.fullmatch(text := str(place)):  # also of pathlib, which makes s3: of s3://
-        local_name = "" if "/" in text else f" (a local directory of that name can be given as ./{text})"
+    text = str(place)
+    if _SCHEME.fullmatch(text) or (place is not None and local is None and text.rstrip("/").endswith(":")):
+        # pathlib makes s3: of s3://, and run: of ./run:
+        local_name = "" if local is None else f" (a local directory of that name can be given as {local})"
         raise ConfigurationError(f"{text!r} names no bucket or directory: s3://bucket/run{local_name}")
 
 

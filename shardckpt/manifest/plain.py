@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.manifest.names import (
     NEWEST_FORMAT,
@@ -16,10 +16,14 @@ from shardckpt.manifest.names import (
     SAVE_ID,
     TABLE_SUFFIX,
     Lineage,
+    find_folders,
     is_file_name,
     list_files,
 )
 from shardckpt.manifest.strict_json import parse_json
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 
 class PlainFile(NamedTuple):
@@ -96,10 +100,15 @@ def parse_plain(marker: bytes, record: bytes) -> PlainRecord | None:
             digest,
         )
         has_parts = isinstance(found["files"], list) and isinstance(found.get("timings"), dict | None)
-        is_right = has_parts and _has_types(plain) and all(map(is_file_name, plain.list_files()))
+        is_right = has_parts and _has_types(plain) and _has_file_names(plain.list_files())
         return plain if is_right and _is_marker_of(plain, marked) else None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
+
+
+def _has_file_names(names: Collection[str]) -> bool:
+    """Return whether the names are those of files, of which none is a folder of others."""
+    return all(map(is_file_name, names)) and find_folders(names).isdisjoint(names)
 
 
 def _is_marker_of(plain: PlainRecord, marked: dict[str, Any]) -> bool:

@@ -188,6 +188,6 @@ def _check_claim(name: str, distribution: str, claimed: tuple[Any, ...], own: tu
 def _create(kind: type[Any], distribution: str) -> Any:
     try:
         return kind()
-    except (Exception, SystemExit) as exc:  # as a module may, and the other ranks wait for an error
+    except (Exception, SystemExit) as exc:  # sys.exit in a constructor, and the other ranks wait for an error
         name = _class_name(kind)
         raise PluginError(f"{name} of {distribution} cannot be created: {type(exc).__name__}: {exc}") from exc

@@ -49,7 +49,7 @@ def _is_suspect(values: torch.Tensor, stored: torch.dtype) -> bool:
     """Return whether one of some values, real ones, may have been changed by the cast."""
     dtype = values.dtype
     if not _has(dtype, -1.0):
-        return True  # the sign is lost
+        return True  # signs may be lost, and the result has no trace of them
     if values.itemsize == _SMALL:
         values = values.to(torch.float32)
     elif stored.is_floating_point or stored.is_complex:

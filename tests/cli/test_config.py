@@ -480,7 +480,8 @@ def test_a_misspelt_variable_is_named_as_the_cause(tmp_path: Path, monkeypatch: 
     [
         ("{}/a.json", "is a file: give the directory"),
         ("s3://", "names no bucket"),
-        ("s3:", r"./s3:"),
+        ("s3:", r"a local directory of that name can be given as /"),
+        ("s3://:", "names no bucket"),
         ("{}" + f"/{'a' * 200}" * 25, "cannot access "),
     ],
 )

@@ -73,6 +73,37 @@ def test_a_stream_whose_thread_cannot_start_says_so(
     assert folder.tree() == {}
 
 
+@table(
+    "error, left",
+    [(RuntimeError("can't start new thread"), "can't start new thread"), (KeyboardInterrupt(), "")],
+)
+def test_a_stream_that_did_not_start_publishes_nothing(
+    folder: ObstoreFolder, monkeypatch: pytest.MonkeyPatch, error: BaseException, left: str
+) -> None:
+    """After a failed start no object is completed; after Ctrl-C in a start, no thread is left to send one."""
+
+    def start(thread: threading.Thread) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            begin(thread)  # it comes while the caller waits for the thread to run
+            threads.append(thread)
+        raise error
+
+    begin, threads = threading.Thread.start, list[threading.Thread]()
+    stream = folder.open_write("data.bin", 5 * MIB)
+    part = memoryview(bytes(5 * MIB))
+    stream.write(part)
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", start)
+        with pytest.raises(type(error)):
+            stream.write(part)
+    if left:
+        with pytest.raises(RuntimeError, match=left):
+            stream.close()
+    stream.abort()
+    assert not any(thread.is_alive() for thread in threads)
+    assert folder.tree() == {}
+
+
 @table("kind", ["memory", "local"])
 def test_the_abilities_of_a_folder(kind: str, tmp_path: Path) -> None:
     """Objects are created once, read by ranges into memory, listed at any depth, and deleted together."""

@@ -54,9 +54,7 @@ class StreamedObject:
             if self._first is None:
                 self._first = part
                 return
-            thread = threading.Thread(target=self._send, name="shardckpt-stream", daemon=True)
-            thread.start()
-            self._thread = thread  # one that cannot start is none to wait for: abort() would hide why
+            self._start()
             with self._changed:
                 self._next, self._first = self._first, None
                 self._changed.notify_all()
@@ -69,6 +67,8 @@ class StreamedObject:
 
     def close(self) -> None:
         """Wait until the object is there."""
+        if self._error is not None:
+            raise self._error
         if self._thread is None:
             with self._calling():
                 obstore.put(self._store, self._path, self._first or b"", use_multipart=False)
@@ -88,6 +88,15 @@ class StreamedObject:
                 self._aborted = True
                 self._changed.notify_all()
             self._thread.join()
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._send, name="shardckpt-stream", daemon=True)
+        try:
+            self._thread.start()
+        except (RuntimeError, MemoryError) as exc:  # not Ctrl-C, during which the thread may have begun
+            self._thread = None  # there is none that abort() could wait for
+            self._error = exc
+            raise
 
     def _wait_until_taken(self) -> None:
         """Wait, with the lock, until obstore has taken the next part; raise its error if it has failed."""
