@@ -283,6 +283,7 @@ def test_a_record_has_no_content_that_its_reader_refuses() -> None:
         ("trainer_state.json", "training_args.bin", "global_step100", "latest"),
         ("random_states_0.pkl", "optimizer_0", "pytorch_model_fsdp_0"),
         ("optimizer.pt", "scheduler.pt"),
+        ("trainer_state.json", "training_args.bin", "custom_checkpoint.pt"),  # of a name that the user chose
     ],
 )
 def test_weights_elsewhere_are_not_lost(names: tuple[str, ...]) -> None:

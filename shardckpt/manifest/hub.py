@@ -25,7 +25,8 @@ _RANDOM_STATES = re.compile(r"random_states_\d+\.pkl")
 #: Files of a training that transformers and accelerate save with its weights: no weights, whatever the suffix.
 #: ``custom_checkpoint_<n>.pkl`` has an object that the program registers with accelerate.
 _OF_TRAINING = re.compile(
-    r"(optimizer|scheduler|scaler|rng_state|random_states|training_args|sampler|dl_state_dict|custom_checkpoint)[^/]*\.(pt|pth|bin|pkl)"
+    r"(optimizer|scheduler|scaler|rng_state|random_states|training_args|sampler|dl_state_dict)[^/]*\.(pt|pth|bin|pkl)"
+    r"|custom_checkpoint_\d+\.pkl"
 )
 #: Files that are no weights; anything else may be, or be a folder of them.
 _TEXTS = re.compile(
