@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -139,7 +140,9 @@ def optim_state_to_sharding_state(
     if missing := sorted({"state", "param_groups"} - optim_state_dict.keys()):
         raise ShardingError(f"the optimizer's state dict lacks {', '.join(missing)}: pass optimizer.state_dict()")
     excluded = {exclude_keys} if isinstance(exclude_keys, str) else set(exclude_keys)
-    _warn_of_unused(excluded - {"step"}, {name for values in optim_state_dict["state"].values() for name in values})
+    known = frozenset(str(name) for values in optim_state_dict["state"].values() for name in values)
+    for name in sorted(map(str, excluded - known - {"step"})) if known else ():  # before the first step there is none
+        _warn_of_unused(name, known)
     sharded: dict[int, dict[str, Any]] = {}
     for number, values in optim_state_dict["state"].items():
         kept = {name: value for name, value in values.items() if name not in excluded}
@@ -160,11 +163,10 @@ def optim_state_to_sharding_state(
     optim_state_dict["state"] = sharded
 
 
-def _warn_of_unused(excluded: Collection[str], known: Collection[str]) -> None:
-    """Warn of each name that leaves out nothing; before the first step there is no state to compare it with."""
-    for name in sorted(excluded) if known else ():
-        if name not in known:
-            logger.warning("exclude_keys: no state has the name %r %s", name, name_known(name, known, "state"))
+@lru_cache(maxsize=16)
+def _warn_of_unused(name: str, known: frozenset[str]) -> None:
+    """Warn of a name that leaves out nothing: once, not at each save."""
+    logger.warning("exclude_keys: no state has the name %r %s", name, name_known(name, known, "state"))
 
 
 def _describe_value(param: ShardedParam, value: Any, prefix: str) -> Any:

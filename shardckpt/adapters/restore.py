@@ -74,7 +74,7 @@ def load_into(
         KeyMismatchError: a parameter was not loaded; modules and optimizers do not change.
         CheckpointingException: parameters of one group were saved with different options, ``loaded`` does not have the
             structure of ``to_sharded_state_dict``, no group has an option of ``keep_options``, or one of torch's
-            optimizers cannot load the state of another class. If it can, and ignores it, that is a warning.
+            optimizers cannot use the state of another class. SGD, Muon and LBFGS ignore it: that is a warning.
         DtypeMismatchError: ``loaded`` has values that the dtype of a module's tensor cannot hold.
     """
     parts = as_parts(model_or_parts)

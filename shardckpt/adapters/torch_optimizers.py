@@ -1,4 +1,7 @@
-"""The state that torch's optimizers use, by class: they accept the state of another class, and ignore it."""
+"""The state that torch's optimizers need, by class: they take over that of another class, and fail at their next step.
+
+SGD, Muon and LBFGS ignore it. An error before the load, or a warning, says so.
+"""
 
 from __future__ import annotations
 
@@ -14,48 +17,67 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MOMENTS = {"exp_avg", "exp_avg_sq"}
-_MOMENTUM = {"momentum_buffer"}
-#: Names of a parameter's state that a class uses in any case, without ``step``, which most have. LBFGS has none of
-#: each parameter. A derived class may use others.
-_USED: dict[type, set[str]] = {
-    torch.optim.SGD: _MOMENTUM,
-    torch.optim.Adam: _MOMENTS,
-    torch.optim.AdamW: _MOMENTS,
-    torch.optim.NAdam: _MOMENTS,
-    torch.optim.RAdam: _MOMENTS,
-    torch.optim.SparseAdam: _MOMENTS,
-    torch.optim.Adamax: {"exp_avg", "exp_inf"},
-    torch.optim.Adagrad: {"sum"},
-    torch.optim.Adadelta: {"square_avg", "acc_delta"},
-    torch.optim.RMSprop: {"square_avg"},
-    torch.optim.Rprop: {"prev", "step_size"},
-    torch.optim.ASGD: {"ax", "eta", "mu"},
-    torch.optim.Adafactor: {"row_var", "variance"},
-    torch.optim.Muon: _MOMENTUM,
+_ADAM = {"step", "exp_avg", "exp_avg_sq"}
+#: The names of a parameter's state that a class looks up at a step, once there is a state; of Adafactor, those of a
+#: matrix or of a vector. Classes that are derived from these may need others.
+NEEDED: dict[type, tuple[set[str], ...]] = {
+    torch.optim.Adam: (_ADAM,),
+    torch.optim.AdamW: (_ADAM,),
+    torch.optim.NAdam: ({*_ADAM, "mu_product"},),
+    torch.optim.RAdam: (_ADAM,),
+    torch.optim.SparseAdam: (_ADAM,),
+    torch.optim.Adamax: ({"step", "exp_avg", "exp_inf"},),
+    torch.optim.Adagrad: ({"step", "sum"},),
+    torch.optim.Adadelta: ({"step", "square_avg", "acc_delta"},),
+    torch.optim.RMSprop: ({"step", "square_avg"},),
+    torch.optim.Rprop: ({"step", "prev", "step_size"},),
+    torch.optim.ASGD: ({"step", "eta", "mu", "ax"},),
+    torch.optim.Adafactor: ({"step", "row_var", "col_var"}, {"step", "variance"}),
 }
+#: The names that the other classes use; they need none of them.
+OPTIONAL: dict[type, set[str]] = {
+    torch.optim.SGD: {"momentum_buffer"},
+    torch.optim.Muon: {"momentum_buffer"},
+    torch.optim.LBFGS: {"n_iter", "prev_flat_grad"},
+}
+#: All these names: a state with one is that of a class of torch. ``step`` is also a name of others.
+_KNOWN: set[str] = set().union(*(names for each in NEEDED.values() for names in each), *OPTIONAL.values()) - {"step"}
 
 
 def check_classes_of_state(
     optimizers: Sequence[torch.optim.Optimizer], names: Sequence[Iterable[str]], states: Mapping[str, Any]
 ) -> None:
-    """Warn if the class of an optimizer uses nothing of its parameters' loaded state; raise if it cannot even load it.
+    """Raise if an optimizer cannot step with a parameter's loaded state; warn if it ignores the state of all.
 
-    ``names`` are those of the parameters of each optimizer, and ``states`` the loaded state by them.
+    ``names`` are those of the parameters of each optimizer, and ``states`` the loaded state by them. Entries that no
+    class of torch has are the user's, and decide nothing.
     """
     for number, (optimizer, own) in enumerate(zip(optimizers, names, strict=True)):
-        loaded = {entry for name in own if isinstance(state := states.get(name), dict) for entry in state}
-        _check_class(number, optimizer, loaded)
+        loaded = {name: state.keys() & _KNOWN for name in own if isinstance(state := states.get(name), dict)}
+        if type(optimizer) in NEEDED:
+            for name in filter(loaded.get, loaded):
+                _check_needed(number, optimizer, name, states[name])
+        elif type(optimizer) in OPTIONAL:
+            found = set().union(*loaded.values())
+            if found and not found & OPTIONAL[type(optimizer)]:
+                logger.warning(
+                    "optimizer %d, of the class %s, ignores the loaded state (%s), which an optimizer of another class "
+                    "has saved; to begin with new state, load the model alone",
+                    number,
+                    type(optimizer).__name__,
+                    listed(sorted(found)),
+                )
 
 
-def _check_class(number: int, optimizer: torch.optim.Optimizer, loaded: set[Any]) -> None:
-    used = _USED.get(type(optimizer))
-    if used is None or not loaded - {"step"} or loaded & used:
-        return
-    what = f"optimizer {number}, of the class {type(optimizer).__name__},"
-    why = f"the loaded state ({listed(sorted(map(str, loaded)))}): it was saved by an optimizer of another class"
-    if "step" not in loaded and used != _MOMENTUM:  # a KeyError of torch
-        raise CheckpointingException(f"{what} cannot load {why}; to begin with new state load the model alone")
-    logger.warning(
-        "%s does not use %s, as were lr and its other options; to begin with new ones load the model alone", what, why
-    )
+def _check_needed(number: int, optimizer: torch.optim.Optimizer, name: str, state: Mapping[Any, Any]) -> None:
+    own = NEEDED[type(optimizer)]
+    missing = min((needed - state.keys() for needed in own), key=len)
+    stored = state.keys() & {*_KNOWN, "step"}
+    # else a part of the state of this class, which comes back as it is
+    is_of_another = stored - set().union(*own) or any(stored == names for each in NEEDED.values() for names in each)
+    if missing and is_of_another:
+        raise CheckpointingException(
+            f"optimizer {number}, of the class {type(optimizer).__name__}, cannot use the loaded state of {name!r}, "
+            f"which an optimizer of another class saved: it has {listed(sorted(stored))}, and lacks "
+            f"{listed(sorted(missing))}; to begin with new state, load the model alone"
+        )

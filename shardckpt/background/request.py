@@ -139,7 +139,7 @@ class AsyncRequest(NamedTuple):
         self.finalize(future, comm)
 
     def finish_writing(self, written: Future[Any], future: Future[Any]) -> None:
-        """Run ``written_fn``, then set the outcome: that of ``async_fn``, or the error of ``written_fn``.
+        """Run ``written_fn``, then set the outcome: that of ``async_fn``, or else the error of ``written_fn``.
 
         Args:
             written: The finished Future of ``async_fn``, which wakes its waiters before it calls callbacks.
@@ -150,7 +150,7 @@ class AsyncRequest(NamedTuple):
                 self.written_fn(written)
             future.set_result(written.result())
         except BaseException as exc:  # noqa: BLE001 - finalize raises it on all ranks
-            future.set_exception(exc)
+            future.set_exception(written.exception() or exc)  # the first of two
 
     def finalize(self, future: Future[Any], comm: Comm) -> None:
         """Collective: run the finalize functions, once ``async_fn`` has ended on all ranks.

@@ -163,9 +163,7 @@ class _Walker:
         if self._left < 0:
             raise CorruptCheckpointError(f"{self._name}: its pickle repeats its own parts too often")
         if isinstance(value, dict):
-            names = [name if type(name) is str else self._reads.fill(name, key) for name in value]
-            parts = zip(names, value.values(), strict=True)
-            return {name: self.describe(inner, f"{key}.{name}" if key else f"{name}") for name, inner in parts}
+            return {name: self.describe(inner, f"{key}.{name}" if key else f"{name}") for name, inner in value.items()}
         if isinstance(value, list):
             return [self.describe(inner, f"{key}.{number}") for number, inner in enumerate(value)]
         if not isinstance(value, (LazyTensor, torch.Tensor)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.distributed.comm import Comm
@@ -64,7 +65,7 @@ def cleanup_old_checkpoints(training_args: Any, shared_file_system: bool = True)
         check_annotated(cleanup_old_checkpoints, locals())
         if given is not None and not is_integer(given):
             raise CheckpointingException(f"save_total_limit is {show_given(given)}: expected a whole number, or None")
-        if given is None and isinstance(training_args, dict) and _LIMIT in training_args:
+        if isinstance(training_args, Mapping) and not hasattr(training_args, _LIMIT) and training_args.get(_LIMIT):
             raise CheckpointingException(
                 f"training_args is a dict with {_LIMIT}, which is read as an attribute: give argparse.Namespace(**args)"
             )

@@ -259,7 +259,7 @@ class CheckpointManager:
         self._advance(writer, blocking=True)
         in_background = self.config.async_mode is not AsyncMode.DISABLED and not last_step
         try:
-            # most objects that are made until the tensors are copied are gone then: the collector would visit it before
+            # most objects made until the tensors are copied are gone then: the collector would visit them before
             with pause_gc() if in_background else nullcontext():
                 self._save(writer, step, metrics, last_step=last_step)
         except Exception as error:  # noqa: BLE001 - each is reported with its step

@@ -70,6 +70,13 @@ def test_a_written_fn_that_fails_in_the_foreground_is_an_error_of_all_ranks(rank
         assert "no note of 7" in seen[0]
 
 
+def test_the_first_of_two_errors_is_the_one_that_is_raised() -> None:
+    """What failed in the writing is not hidden by a ``written_fn`` that fails after it."""
+    request = AsyncRequest(lambda: {}["shard"], (), [], written_fn=lambda written: {}["note"])
+    with pytest.raises(CheckpointingException, match="KeyError: 'shard'"):
+        request.execute_sync()
+
+
 def test_a_finalize_function_that_fails_after_the_commit_says_so(tmp_path: Path) -> None:
     """Who is told that a background save failed learns whether there is a checkpoint: here there is."""
     request = dc.save(jobs.state(5.0), tmp_path / "c", async_sharded_save=True)

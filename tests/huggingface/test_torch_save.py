@@ -142,17 +142,6 @@ def test_tensors_that_are_keys_and_in_sets_are_read(tmp_path: Path) -> None:
     assert [item.tolist() for item in items] == [[0, 1, 2]] * 2
 
 
-def test_a_state_by_parameters_goes_to_a_checkpoint_and_back(tmp_path: Path) -> None:
-    """A dict by tensors, as torch's first optimizers had their state, comes back with its keys."""
-    first, second = torch.arange(3.0), torch.ones(2)
-    torch.save({"state": {first: {"step": second}, second: 5}}, tmp_path / "a.pt")
-    convert_checkpoint(tmp_path / "a.pt", tmp_path / "there", "torch_dist")
-    assert [*dc.load_plain_tensors(tmp_path / "there")] == ["state.tensor([0., 1., 2.]).step"]
-    convert_checkpoint(tmp_path / "there", tmp_path / "back.pt", "torch")
-    (one, its), (two, number) = torch.load(tmp_path / "back.pt", weights_only=True)["state"].items()
-    assert (one.tolist(), its["step"].tolist(), two.tolist(), number) == ([0, 1, 2], [1, 1], [1, 1], 5)
-
-
 class Pair(NamedTuple):
     """A named tuple of a user's."""
 

@@ -192,6 +192,7 @@ def test_arguments_that_say_too_little(tmp_path: Path) -> None:
         cleanup_old_checkpoints(Namespace(save_total_limit=2, output_dir=None))
     with pytest.raises(CheckpointingException, match="a dict with save_total_limit, which is read as an attribute"):
         cleanup_old_checkpoints({"save_total_limit": 2, "output_dir": str(tmp_path)})
+    cleanup_old_checkpoints({"save_total_limit": None, "output_dir": str(tmp_path)})  # which keeps all
     with pytest.raises(CheckpointingException, match="save_total_limit is 'two': expected a whole number"):
         clean(str(tmp_path), "two")
     for limit in (True, np.ones(2, int)):
