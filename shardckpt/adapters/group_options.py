@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 #: Entries of an optimizer's state dict.
 STATE, GROUPS, PARAMS, PARAM_NAMES = "state", "param_groups", "params", "param_names"
-#: An entry of ours beside them: the values that belong to no parameter, by a digest of the names of an optimizer's
-#: parameters, so that they are loaded into an optimizer of the same ones alone.
+#: An entry that torch does not have: the values that belong to no parameter, by a digest of the names of an optimizer's
+#: parameters, so that they are loaded only into an optimizer of the same ones.
 OTHERS = "others"
 #: Classes of the values that are stored once for all groups that have them.
 _PLAIN = frozenset((int, float, bool, str, type(None)))

@@ -40,8 +40,8 @@ OPTIONAL: dict[type, set[str]] = {
     torch.optim.Muon: {"momentum_buffer"},
     torch.optim.LBFGS: {"n_iter", "prev_flat_grad"},
 }
-#: All these names: a state with one is that of a class of torch. ``step`` is also a name of others.
-_KNOWN: set[str] = set().union(*(names for each in NEEDED.values() for names in each), *OPTIONAL.values()) - {"step"}
+#: All these names. A state with one besides ``step``, which others have, too, is that of a class of torch.
+_KNOWN: set[str] = set().union(*(names for each in NEEDED.values() for names in each), *OPTIONAL.values())
 
 
 def check_classes_of_state(
@@ -55,10 +55,10 @@ def check_classes_of_state(
     for number, (optimizer, own) in enumerate(zip(optimizers, names, strict=True)):
         loaded = {name: state.keys() & _KNOWN for name in own if isinstance(state := states.get(name), dict)}
         if type(optimizer) in NEEDED:
-            for name in filter(loaded.get, loaded):
-                _check_needed(number, optimizer, name, states[name])
+            for name, stored in loaded.items():
+                _check_needed(number, optimizer, name, stored)
         elif type(optimizer) in OPTIONAL:
-            found = set().union(*loaded.values())
+            found = set().union(*loaded.values()) - {"step"}
             if found and not found & OPTIONAL[type(optimizer)]:
                 logger.warning(
                     "optimizer %d, of the class %s, ignores the loaded state (%s), which an optimizer of another class "
@@ -69,13 +69,14 @@ def check_classes_of_state(
                 )
 
 
-def _check_needed(number: int, optimizer: torch.optim.Optimizer, name: str, state: Mapping[Any, Any]) -> None:
+def _check_needed(number: int, optimizer: torch.optim.Optimizer, name: str, stored: set[str]) -> None:
+    """Raise if a parameter's state of these names is of another class, and lacks one that the optimizer looks up."""
     own = NEEDED[type(optimizer)]
-    missing = min((needed - state.keys() for needed in own), key=len)
-    stored = state.keys() & {*_KNOWN, "step"}
+    missing = min((needed - stored for needed in own), key=len)
+    if not missing or not stored - {"step"}:
+        return
     # else a part of the state of this class, which comes back as it is
-    is_of_another = stored - set().union(*own) or any(stored == names for each in NEEDED.values() for names in each)
-    if missing and is_of_another:
+    if stored - set().union(*own) or any(stored == names for each in NEEDED.values() for names in each):
         raise CheckpointingException(
             f"optimizer {number}, of the class {type(optimizer).__name__}, cannot use the loaded state of {name!r}, "
             f"which an optimizer of another class saved: it has {listed(sorted(stored))}, and lacks "

@@ -28,7 +28,7 @@ FOLDER = "shardckpt"
 #: With these, Accelerate writes models and optimizers before it calls any hook.
 _WITHOUT_HOOKS = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 #: Stands in ``optimizer.bin`` and is compared at a load: with another text, older checkpoints would not load.
-_NOTE = "stored by shardckpt, in the folder beside this file"
+_NOTE = "stored by shardckpt, in the folder beside this file"  # it stands in files: never another text
 #: The accelerators that have our hooks.
 _REGISTERED: WeakSet[Accelerator] = WeakSet()
 

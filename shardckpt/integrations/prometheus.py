@@ -178,7 +178,7 @@ class PrometheusListener:
       behind the training.
     - ``shardckpt_written_bytes_per_second{operation}``: of the last phase ``writing``.
     - ``shardckpt_folder_bytes{folder}``: the size of ``folder``, by its whole path. A scrape does not wait for it: it
-      gives what the scrape before has had measured, and is absent at the first, and while the folder cannot be listed.
+      gives the size at the previous scrape, and none at the first or while the folder cannot be listed.
     - ``shardckpt_damaged_checkpoints{folder}``: the checkpoints in it that are damaged as ``shardckpt ls`` sees it, or
       that ``shardckpt verify --mark`` has marked as failed; measured with its size.
     - ``shardckpt_newest_step_bytes{folder}``: the size of its newest whole step, as the next one may have; measured
@@ -186,9 +186,9 @@ class PrometheusListener:
     - ``shardckpt_newest_step_timestamp_seconds{folder}``: when a whole step of it was last saved, by this job or an
       earlier one, so that a restart does not change it; 0 without one, and absent on a store that does not say when;
       measured with its size.
-    - ``shardckpt_free_bytes{folder}``: what its file system has free at the scrape; not of a URL.
-    - ``shardckpt_quota_bytes{folder}``: what it may hold, where ``quota`` says so: ``shardckpt_folder_bytes`` of it are
-      used.
+    - ``shardckpt_free_bytes{folder}``: free space of its file system at the scrape; absent for a URL.
+    - ``shardckpt_quota_bytes{folder}``: the limit of its size, if ``quota`` sets one:
+      ``shardckpt_folder_bytes`` of it are used.
 
     ``operation`` is ``setup`` where a manager could not be made: a wrong setting is no failed save.
 

@@ -107,7 +107,7 @@ def parse_plain(marker: bytes, record: bytes) -> PlainRecord | None:
 
 
 def _has_file_names(names: Collection[str]) -> bool:
-    """Return whether the names are those of files, of which none is a folder of others."""
+    """Return whether the names are names of files, none of them a folder of another."""
     return all(map(is_file_name, names)) and find_folders(names).isdisjoint(names)
 
 

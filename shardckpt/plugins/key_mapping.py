@@ -159,8 +159,13 @@ def _find_fault(entry: object, shape: Ints) -> str:
     """Return why an entry cannot be one of a stored tensor of this shape; ``""`` if it can."""
     if not isinstance(entry, KeyMapEntry):
         return "which is no KeyMapEntry: its links returns a list of them, an empty one where the folder has no tensor"
-    dropped = entry.dropped
-    is_dropped_once = dropped >= 0 and all(size == 1 for size in entry.box.shape[:dropped])
-    can_be_transposed = not entry.transposed or len(entry.shape) >= _MATRIX
-    is_sound = is_dropped_once and can_be_transposed and entry.box.fits(shape) and entry.folder_box.fits(entry.shape)
-    return "" if is_sound else "which does not fit"
+    if not isinstance(entry.name, str) or not isinstance(entry.box, Box):
+        return "whose fields are not of the types of KeyMapEntry"
+    try:
+        dropped = entry.dropped
+        is_dropped_once = dropped >= 0 and all(size == 1 for size in entry.box.shape[:dropped])
+        can_be_transposed = not entry.transposed or len(entry.shape) >= _MATRIX
+        is_inside = entry.box.fits(shape) and entry.folder_box.fits(entry.shape)
+    except TypeError:  # None for a shape, a text among the numbers
+        return "whose fields are not of the types of KeyMapEntry"
+    return "" if is_dropped_once and can_be_transposed and is_inside else "which does not fit"

@@ -485,7 +485,7 @@ def _parse_index(data: bytearray, source: str, reader: CheckpointReader) -> Stor
     if record is not None and index.header.id != record.save_id:
         raise CorruptCheckpointError(f"{source} is of save {index.header.id}, the checkpoint of {record.save_id}")
     for name in index.files if record is None else ():
-        with suppress(CheckpointingException):  # then what needs the file is refused
+        with suppress(CheckpointingException):  # a load that needs the file refuses it
             sizes[name] = reader.size(name)
     return index
 

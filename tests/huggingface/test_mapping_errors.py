@@ -62,6 +62,12 @@ def test_entries_of_a_generator_are_not_lost() -> None:
         (lambda entry: [entry._replace(box=Box((0,), (2, 3)))], "which does not fit"),
         (lambda entry: [entry._replace(offset=(0, 1))], "which does not fit"),
         (lambda entry: [entry._replace(shape=(2, 3, 1), offset=(0, 0, 0))], "which does not fit"),
+        (lambda entry: [entry._replace(box=Box((0,) * 3, (1, 2, 3)))], "which does not fit"),
+        (lambda entry: [entry._replace(shape=(), offset=(), box=Box((0,) * 3, (1,) * 3))], "which does not fit"),
+        (lambda entry: [entry._replace(name=None)], "whose fields are not of the types"),
+        (lambda entry: [entry._replace(box=((0, 0), (2, 3)))], "whose fields are not of the types"),
+        (lambda entry: [entry._replace(shape=None)], "whose fields are not of the types"),
+        (lambda entry: [entry._replace(offset=(0, "0"))], "whose fields are not of the types"),
     ],
 )
 def test_what_is_no_entry_names_the_mapping(make: Callable[[KeyMapEntry], Any], text: str) -> None:
