@@ -306,6 +306,10 @@ class _Group(_torch.ProcessLocalGroup):  # type: ignore[misc]
         """The devices of torch's backends: a group in Python has none."""
         return [torch.device("cpu")]
 
+    def _get_backend(self, _device: torch.device) -> Any:
+        """Return what carries out its collectives, which torch 2.15 asks for its abilities."""
+        return self
+
     def count_collective(self) -> int:
         """Return the number of this rank's next collective."""
         self._collectives += 1
