@@ -31,13 +31,17 @@ import obstore
 import torch
 import torch.distributed.checkpoint as dcp
 from obstore.store import S3Store
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from benchmarks.machine import describe
 from benchmarks.memory_server import COUNTS
 from shardckpt import ShardedTensor, dist_checkpointing, settings
 from shardckpt.cli.table import table
 from shardckpt.manager import CheckpointConfig, CheckpointManager
+
+try:
+    from torch.distributed.checkpoint.fsspec_filesystem import FsspecReader, FsspecWriter
+except ImportError:  # torch before 2.15
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -165,7 +165,7 @@ def _find_fault(entry: object, shape: Ints) -> str:
         dropped = entry.dropped
         is_dropped_once = dropped >= 0 and all(size == 1 for size in entry.box.shape[:dropped])
         can_be_transposed = not entry.transposed or len(entry.shape) >= _MATRIX
-        is_inside = entry.box.fits(shape) and entry.folder_box.fits(entry.shape)
+        is_sound = can_be_transposed and entry.box.fits(shape) and entry.folder_box.fits(entry.shape)
     except TypeError:  # None for a shape, a text among the numbers
         return "whose fields are not of the types of KeyMapEntry"
-    return "" if is_dropped_once and can_be_transposed and is_inside else "which does not fit"
+    return "" if is_sound and is_dropped_once else "which does not fit"

@@ -384,8 +384,9 @@ def _find_rank(thread: Any) -> _Rank | None:
 
 def _describe(collective: Any) -> str:
     """Return the name of a collective with the arguments that must be equal on all ranks: a root, an operation."""
-    # a ReduceOp has no text of its own, but its kind has
-    values = ", ".join(f"{name}={getattr(value, 'op', value)}" for name, value in vars(collective).items())
+    # a ReduceOp has no text of its own, but its kind has; torch 2.15 has a factor, which most have not
+    given = {name: value for name, value in vars(collective).items() if value is not None}
+    values = ", ".join(f"{name}={getattr(value, 'op', value)}" for name, value in given.items())
     return type(collective).__name__.lstrip("_") + (f"({values})" if values else "")
 
 

@@ -122,7 +122,7 @@ UNUSUAL: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @table("kind", [*USUAL, *UNUSUAL])
 def test_lists_what_torch_lists(kind: str) -> None:
     """Any module's tensors are those of get_model_state_dict; the walk lists those of usual modules, and no others."""

@@ -56,7 +56,7 @@ def make_legacy_megatron(path: Path) -> None:
     torch.save({}, path / "mp_rank_00" / "model_optim_rng.pt")
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @table(
     ("make", "text"),
     [

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,6 +26,11 @@ from shardckpt_torch_dist import CheckpointStorageReader
 from tests.adapters.models import made_model
 from tests.optimizer.loading import assert_same, train_steps
 from tests.tables import table
+
+try:
+    from torch.distributed.checkpoint.fsspec_filesystem import FsspecReader
+except ImportError:  # torch before 2.15
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -100,7 +100,7 @@ def test_values_that_json_lacks_come_back() -> None:
     round_trip([*many, namespace, types.SimpleNamespace(a=[])], "json")
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@pytest.mark.filterwarnings("ignore:B?Complex.* support")
 @table("name", [name for name in DTYPES if name.removeprefix("torch.") not in QUANTIZED])
 def test_tensors_of_every_dtype_come_back(name: str) -> None:
     """Each dtype that torch has is stored bit for bit, 0-d, empty and larger, with memory of its own."""
