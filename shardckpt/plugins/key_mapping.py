@@ -159,7 +159,9 @@ def _find_fault(entry: object, shape: Ints) -> str:
     """Return why an entry cannot be one of a stored tensor of this shape; ``""`` if it can."""
     if not isinstance(entry, KeyMapEntry):
         return "which is no KeyMapEntry: its links returns a list of them, an empty one where the folder has no tensor"
-    if not isinstance(entry.name, str) or not isinstance(entry.box, Box):
+    name: object = entry.name
+    box: object = entry.box
+    if not isinstance(name, str) or not isinstance(box, Box):
         return "whose fields are not of the types of KeyMapEntry"
     try:
         dropped = entry.dropped

@@ -428,4 +428,4 @@ torch._C._ensureCUDADeviceGuardSet()
 _devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 dist.Backend.register_backend(_BACKEND, lambda _store, rank, size, _timeout: _Group(rank, size), devices=_devices)
 # torch 2.15 records what each group does, but for groups of these; one in Python has no name where the recorder looks
-getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(_BACKEND)
+getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set[str]()).add(_BACKEND)
