@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 _WINDOW = 1 << 15
 #: Protocol 2 has all the opcodes that are needed, and does not group them into frames.
 _PROTOCOL = 2
+#: Fields of the pickled properties of a tensor.
+_PROPERTIES = 5
 #: Numbers below this fit the opcode of four bytes; others take the one of eight.
 _NARROW = 1 << 31
 #: The highest byte of placeholders of four and of eight bytes, and of the persistent ids that become memo numbers.
@@ -138,6 +140,13 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, (str, type, torch.dtype, FunctionType)):
             return _GET | self._memo.number(obj)
         return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, TensorProperties):
+            # without the strides that torch 2.15 adds: older releases read five fields only, and newer ones both forms
+            make, arguments, state = obj.__reduce_ex__(_PROTOCOL)[:3]
+            return make, arguments, state[:_PROPERTIES]  # type: ignore[index]
+        return NotImplemented
 
 
 class _OpcodeTemplate:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from shardckpt.archive.unpickle import load_metadata
 from shardckpt.chunks import Chunk, Item, StoredTensor
@@ -58,6 +59,17 @@ def test_an_empty_checkpoint() -> None:
     """Of nothing there is metadata, too."""
     index = index_of({}, {})
     check_equal(pickle.loads(encode_metadata(index, "id")), stock(index, "id"))
+
+
+def test_older_releases_of_torch_can_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch pickles more fields of a tensor's properties, as 2.15 does, the bytes are those of torch before it."""
+    index = index_of(
+        {"a": StoredTensor(torch.float32, (9,), {(0,): Chunk(Box((0,), (9,)), Item(FILE, 0, 600), 0, 9)})}, {}
+    )
+    before = encode_metadata(index, "id")
+    fields = TensorProperties(torch.float32).__getstate__()[:5]  # type: ignore[attr-defined]
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda _: (*fields, None))
+    assert encode_metadata(index, "id") == before
 
 
 def test_names_are_said_once() -> None:
