@@ -21,7 +21,7 @@ from shardckpt.huggingface.torch_file import is_archive, read_torch_file
 from shardckpt.manifest.names import CONTENT
 from shardckpt.mapping.sharded_object import PlainObject
 from shardckpt.planning.boxes import Box
-from shardckpt.state_dict import extract_matching_values, list_dcp_values
+from shardckpt.state_dict import extract_matching_values, list_dcp_values, of_collection
 from shardckpt.strategy import LoadContext, StoredFile, find_error
 from shardckpt.tensors.wrappers import copy_values
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from shardckpt.mapping.base import StateDict
     from shardckpt.storage.reader import CheckpointReader
 
-#: Values that a pickle of n bytes may have: some, and some a byte. It can name one list any number of times.
-_FREE, _VALUES = 1 << 16, 8
+#: Limit on the values of a file: this many, and more for each byte. A pickle can name one list any number of times.
+_FREE_VALUES, _VALUES_PER_BYTE = 1 << 16, 8
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class TorchFileLoadStrategy(ChunkLoadStrategy):
     The key of a tensor is its path in the state dict, joined by dots; all other values are common state. Ranges of
     tensors are read from the files, so that memory is bounded; one of before torch 1.6 is in memory as a whole.
 
-    ``file`` is the name of the only one; ``""`` for several, with the file of each tensor in ``weight_map``. ``lost``
-    are the tensors of other files, which are missing.
+    A state dict in one file is given by the name of ``file``; one in several files by ``weight_map``, which has the
+    file of each tensor. ``lost`` are the tensors whose files are missing: they are not read.
     """
 
     backend = "torch_save"
@@ -114,8 +114,18 @@ class TorchFileLoadStrategy(ChunkLoadStrategy):
         return {file: find_error(check, file) for file in self._files}
 
     def _state_dict(self, context: LoadContext) -> dict[Any, Any]:
-        """Return the state dict of all files, whose names differ: the index has each of them once."""
-        return {k: value for file in self._files for k, value in self._content(context, file).state_dict.items()}
+        """Return the state dict of all files. Two with one name are a CorruptCheckpointError: one would be lost."""
+        found: dict[Any, Any] = {}
+        for file in self._files:
+            state_dict = self._content(context, file).state_dict
+            if twice := found.keys() & state_dict.keys():
+                raise CorruptCheckpointError(
+                    f"{context.reader.directory / file} and another file of the index both have "
+                    f"{listed([*map(repr, twice)])}: save the model with each tensor under a name of its own, without "
+                    "dicts in dicts, and without other values"
+                )
+            found |= state_dict
+        return found
 
     def _content(self, context: LoadContext, file: str) -> _Content:
         reader = context.reader
@@ -138,7 +148,7 @@ def _read_content(reader: CheckpointReader, file: str, allow_globals: tuple[Any,
             raise CheckpointingException(f"{path} holds a {what}, not a state dict")
     else:
         found = read_torch_file(path)
-    walker = _Walker(reader, file, _FREE + _VALUES * size)
+    walker = _Walker(reader, file, _FREE_VALUES + _VALUES_PER_BYTE * size)
     try:
         return _Content(walker.describe(found, ""), walker.tensors)
     except RecursionError as exc:
@@ -163,7 +173,8 @@ class _Walker:
         if self._left < 0:
             raise CorruptCheckpointError(f"{self._name}: its pickle repeats its own parts too often")
         if isinstance(value, dict):
-            return {name: self.describe(inner, f"{key}.{name}" if key else f"{name}") for name, inner in value.items()}
+            parts = {name: self.describe(part, f"{key}.{name}" if key else f"{name}") for name, part in value.items()}
+            return of_collection(value, parts)
         if isinstance(value, list):
             return [self.describe(inner, f"{key}.{number}") for number, inner in enumerate(value)]
         if not isinstance(value, (LazyTensor, torch.Tensor)):

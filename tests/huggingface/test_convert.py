@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.engine.locations import locate_file
 from shardckpt.errors import (
     CheckpointingException,
@@ -17,6 +18,7 @@ from shardckpt.errors import (
     UnsafePickleError,
 )
 from shardckpt.huggingface import dcp_to_torch_save, dcp_to_torch_state_dict, save_state_dict, torch_save_to_dcp
+from shardckpt.maintenance import convert_checkpoint
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests.huggingface.samples import global_tensors, same, save
 from tests.interop.sample import check_equal
@@ -78,6 +80,26 @@ def test_any_checkpoint_is_a_plain_state_dict(tmp_path: Path) -> None:
     plain = dcp_to_torch_state_dict(tmp_path / "dcp")
     assert plain["a"]["b"].tolist() == [1, 1, 1]
     assert plain["n"] == 4
+
+
+def test_two_things_of_one_name_are_no_plain_state_dict(tmp_path: Path) -> None:
+    """A value of the common state with the key of a tensor is an error that names it, and is not lost in silence."""
+    dc.save({"model": {"x": ShardedTensor.from_rank_offsets("x", torch.ones(2))}, "x": 5}, tmp_path / "c")
+    with pytest.raises(CheckpointingException, match=r"a plain state dict has one place: x\."):
+        dcp_to_torch_state_dict(tmp_path / "c")
+
+
+def test_a_scheduler_resumes_from_its_counter(tmp_path: Path) -> None:
+    """MultiStepLR's state has a Counter, without which a SequentialLR that resumes fails; it comes back as one."""
+    state = {"scheduler": {"milestones": Counter([2, 4]), "last_epoch": 1}, "w": torch.ones(1)}
+    torch.save(state, tmp_path / "a.pt")
+    torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "saved")
+    convert_checkpoint(tmp_path / "a.pt", tmp_path / "converted", "safetensors")
+    dc.save(to_sharded_state_dict(state), tmp_path / "described")
+    for name in ("saved", "converted", "described"):
+        found = dcp_to_torch_state_dict(tmp_path / name)["scheduler"]
+        assert found == state["scheduler"]
+        assert type(found["milestones"]) is Counter, name
 
 
 def test_ranks_save_together_what_one_file_holds(ranks: Ranks, tmp_path: Path) -> None:
