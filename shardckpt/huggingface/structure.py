@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.errors import CheckpointingException, listed
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed
 from shardckpt.manifest.names import CONTENT
 from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.state_dict import of_collection
@@ -93,7 +93,12 @@ def _replace_tensors(value: Any, key: str) -> Any:
 def _insert_tensors(structure: Any, values: dict[str, Any]) -> Any:
     """Undo :func:`_replace_tensors`."""
     if isinstance(structure, dict) and structure.keys() == {_TENSOR}:
-        return values[structure[_TENSOR]]
+        key = structure[_TENSOR]
+        if not isinstance(key, str) or key not in values:
+            raise CorruptCheckpointError(
+                f"content_metadata has the structure of a state dict with a tensor {key!r:.200}, which is not stored"
+            )
+        return values[key]
     if isinstance(structure, dict):
         return of_collection(structure, {name: _insert_tensors(inner, values) for name, inner in structure.items()})
     return [_insert_tensors(inner, values) for inner in structure] if isinstance(structure, list) else structure

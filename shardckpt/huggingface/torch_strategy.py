@@ -17,7 +17,7 @@ from shardckpt.errors import CheckpointingException, CorruptCheckpointError, Sha
 from shardckpt.huggingface.folder import read_index
 from shardckpt.huggingface.names import BIN, file_names, index_name
 from shardckpt.huggingface.structure import make_structure
-from shardckpt.huggingface.torch_file import is_archive, read_torch_file
+from shardckpt.huggingface.torch_file import is_archive, read_torch_file, refuse_repetition
 from shardckpt.manifest.names import CONTENT
 from shardckpt.mapping.sharded_object import PlainObject
 from shardckpt.planning.boxes import Box
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from shardckpt.chunks.load import ChunkRead
     from shardckpt.mapping.base import StateDict
     from shardckpt.storage.reader import CheckpointReader
-
-#: Limit on the values of a file: this many, and more for each byte. A pickle can name one list any number of times.
-_FREE_VALUES, _VALUES_PER_BYTE = 1 << 16, 8
 
 
 @dataclass(frozen=True)
@@ -140,38 +137,30 @@ class TorchFileLoadStrategy(ChunkLoadStrategy):
 
 
 def _read_content(reader: CheckpointReader, file: str, allow_globals: tuple[Any, ...]) -> _Content:
-    path, size = reader.directory / file, reader.size(file)
+    path = reader.directory / file
     if is_archive(reader, file):
         found = Archive.of_file(reader, file).describe(allow_globals)
         if not isinstance(found, dict):
             what = "tensor" if isinstance(found, LazyTensor) else type(found).__name__
             raise CheckpointingException(f"{path} holds a {what}, not a state dict")
+        refuse_repetition(found, reader.size(file), path)
     else:
         found = read_torch_file(path)
-    walker = _Walker(reader, file, _FREE_VALUES + _VALUES_PER_BYTE * size)
-    try:
-        return _Content(walker.describe(found, ""), walker.tensors)
-    except RecursionError as exc:
-        raise CorruptCheckpointError(
-            f"{path} is damaged: a container in it holds itself, or is nested too deep"
-        ) from exc
+    walker = _Walker(reader, file)
+    return _Content(walker.describe(found, ""), walker.tensors)
 
 
 class _Walker:
     """Locates the tensors of a nested state dict, and puts tensors of the meta device in their places."""
 
-    def __init__(self, reader: CheckpointReader, file: str, most: int) -> None:
+    def __init__(self, reader: CheckpointReader, file: str) -> None:
         self._reader = reader
         self._file = file
-        self._left = most
         self._reads = LazyReads(self._read)
         self.tensors: dict[str, StoredPayload | torch.Tensor] = {}
 
     def describe(self, value: Any, key: str) -> Any:
         """Return nested dicts and lists with tensors of the meta device; any other container keeps its tensors."""
-        self._left -= 1
-        if self._left < 0:
-            raise CorruptCheckpointError(f"{self._name}: its pickle repeats its own parts too often")
         if isinstance(value, dict):
             parts = {name: self.describe(part, f"{key}.{name}" if key else f"{name}") for name, part in value.items()}
             return of_collection(value, parts)
