@@ -132,6 +132,7 @@ def test_narrow_refuses_what_is_not_there(dim: int, start: int, length: int) -> 
         ({"local_shape": 4}, r"of another type than the class says \('int' object is not iterable\)"),
         ({"global_offset": None}, "of another type than the class says"),
         ({"prepend_axis_num": "0"}, "of another type than the class says"),
+        ({"global_offset": (0.0,)}, r"global_offset \(0\.0,\) or local_shape \(4,\) has a float in it"),
         ({"dtype": "float32", "data": None}, "dtype is 'float32', expected one such as torch.float32"),
         ({"axis_fragmentations": (0,)}, r"axis_fragmentations \(0,\) does not have 1 axes of 1 shard or more"),
     ],

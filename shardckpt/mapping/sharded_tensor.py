@@ -433,6 +433,8 @@ def _axes_fault(shard: ShardedTensor, extents: tuple[int, ...]) -> str:
     shape, offset, grid = shard.global_shape, shard.global_offset, shard.axis_fragmentations
     if len(shape) != len(offset):
         return f"global_shape {shape} and global_offset {offset} differ in length"
+    if isinstance(sum((*shape, *offset, *extents)), float):  # of a division by /
+        return f"global_shape {shape}, global_offset {offset} or local_shape {shard.local_shape} has a float in it"
     if len(extents) != len(shape):
         return (
             f"local_shape {shard.local_shape} with {shard.prepend_axis_num} prepended axes does not have the "
