@@ -67,7 +67,7 @@ def test_a_description_that_contradicts_itself_is_refused(fields: dict[str, obje
 
 @table("offsets", [((0, 2, 2),), ((0, 0, 1), (0, 0, 1)), ((1, 0, 2),)])
 def test_rank_offsets_outside_the_grid_are_refused(offsets: tuple[tuple[int, int, int], ...]) -> None:
-    """A piece that does not exist, an axis named twice and an axis out of range are errors."""
+    """A shard that does not exist, an axis named twice and an axis out of range are errors."""
     with pytest.raises(ShardingError, match="axis"):
         ShardedTensor.from_rank_offsets("w", torch.zeros(4), *offsets)
 
@@ -82,7 +82,7 @@ def test_rank_offsets_outside_the_grid_are_refused(offsets: tuple[tuple[int, int
         ("w", torch.ones(2), ((0, 2),), r"rank offset \(0, 2\) is no tuple"),
         ("w", torch.ones(2), ((0, 0.5, 2),), r"rank offset \(0, 0\.5, 2\) is no tuple"),
         ("w", torch.ones(2), ((0, 0, 0),), "has 0 shards along axis 0, expected 1 or more"),
-        ("w", torch.ones(2), ((0, 2, 2),), "piece 2 of 2 along axis 0 does not exist"),
+        ("w", torch.ones(2), ((0, 2, 2),), "shard 2 of 2 along axis 0 does not exist"),
         ("w", torch.ones(2), ((0, 0, 1), (0, 0, 1)), "axis 0 is named twice"),
         ("w", torch.ones(2), ((torch.tensor(0), 0, 1), (torch.tensor(0), 0, 1)), "axis 0 is named twice"),
         ("w", torch.ones(2), ((1, 0, 2),), "there is no axis 1: the 1 axes count from 0"),
@@ -109,6 +109,40 @@ def test_narrow_moves_every_rank_alike() -> None:
     assert (narrowed.local_shape, narrowed.global_shape, narrowed.global_offset) == ((2, 2), (4, 2), (2, 0))
     assert narrowed.data is not None
     assert narrowed.data.tolist() == [[2, 3], [4, 5]]
+
+
+def test_narrow_takes_an_axis_from_the_end() -> None:
+    """A negative axis is the local tensor's, as torch has it, whatever axes are prepended."""
+    shard = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2), (0, 1, 2), prepend_axis_num=1)
+    assert repr(shard.narrow(-1, 0, 1)) == repr(shard.narrow(1, 0, 1))
+
+
+@table(("dim", "start", "length"), [(2, 0, 1), (-3, 0, 1), (0, 3, 4), (0, -1, 2), (1, 0, -1)])
+def test_narrow_refuses_what_is_not_there(dim: int, start: int, length: int) -> None:
+    """An axis or indices that the local tensor lacks are an error by key, of a description without data, too."""
+    shard = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2))
+    for each in (shard, shard.without_data()):
+        with pytest.raises(ShardingError, match=rf"'w': narrow\({dim}, {start}, {length}\) keeps indices that"):
+            each.narrow(dim, start, length)
+
+
+@table(
+    ("change", "fault"),
+    [
+        ({"local_shape": 4}, r"of another type than the class says \('int' object is not iterable\)"),
+        ({"global_offset": None}, "of another type than the class says"),
+        ({"prepend_axis_num": "0"}, "of another type than the class says"),
+        ({"global_offset": (0.0,)}, r"global_offset \(0\.0,\) or local_shape \(4,\) has a float in it"),
+        ({"dtype": "float32", "data": None}, "dtype is 'float32', expected one such as torch.float32"),
+        ({"axis_fragmentations": (0,)}, r"axis_fragmentations \(0,\) does not have 1 axes of 1 shard or more"),
+    ],
+)
+def test_fields_of_another_type_are_named(change: dict[str, Any], fault: str) -> None:
+    """A field of a type that a description does not have is an error by key, not a TypeError now or in a load."""
+    data = torch.ones(4)
+    given = {"data": data, "dtype": data.dtype, "local_shape": (4,), "global_shape": (4,), "global_offset": (0,)}
+    with pytest.raises(ShardingError, match=rf"ShardedTensor 'w': .*{fault}"):
+        ShardedTensor("w", **{**given, "axis_fragmentations": (1,), **change})
 
 
 class _Named(ShardedTensor):

@@ -78,7 +78,7 @@ def test_the_library_chooses_among_replicas(ranks: Ranks, tmp_path: Path) -> Non
     [
         ((2, 0, 2), "'w': there is no axis 2"),
         ((-1, 0, 2), "'w': there is no axis -1"),
-        ((0, 2, 2), "'w': piece 2 of 2 along axis 0 does not exist"),
+        ((0, 2, 2), "'w': shard 2 of 2 along axis 0 does not exist"),
         ((0, 2), "no tuple"),
     ],
 )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter, OrderedDict, defaultdict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from shardckpt import state_dict as sd
+from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.compat.megatron.dist_checkpointing.utils import (
     add_prefix_for_sharding,
     apply_prefix_mapping,
@@ -195,3 +197,20 @@ def test_a_shard_that_was_changed_after_it_was_described_is_refused() -> None:
     shard.data = torch.zeros(2, dtype=torch.bfloat16)
     with pytest.raises(ShardingError, match=r"data has dtype torch\.bfloat16"):
         sd.split_for_save({"t": shard})
+
+
+@table(
+    ("given", "kind"),
+    [
+        (Counter(a=1), Counter),
+        (defaultdict(list, a=1), defaultdict),
+        (defaultdict(None, a=1), defaultdict),
+        (defaultdict(lambda: 0, a=1), dict),
+        (OrderedDict(a=1), dict),
+    ],
+)
+def test_collections_that_formats_store_keep_their_class(given: dict[str, int], kind: type) -> None:
+    """A described Counter or defaultdict stays one; a defaultdict of a function, which no format stores, does not."""
+    described = to_sharded_state_dict({"a": given})["a"]
+    assert described == given
+    assert type(described) is kind

@@ -46,7 +46,8 @@ def run(options: Any) -> Output:
     from shardckpt.maintenance.migrate import migrate_checkpoint
     from shardckpt.storage.memory_budget import parse_size
 
-    if options.to is None or isinstance(options.to, int):
+    is_migration = options.to is None or isinstance(options.to, int)
+    if is_migration:
         with show_progress("migrate"):
             backend, old, new = migrate_checkpoint(options.old, options.new, options.to, overwrite=options.overwrite)
         done = f", rewritten from version {old}" if old != new else " already, the newest that is installed"

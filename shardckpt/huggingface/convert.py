@@ -42,10 +42,12 @@ def dcp_to_torch_state_dict(checkpoint_dir: PathLike, *, prefix: str = "") -> St
         prefix: If given, only tensors whose keys begin with it are loaded, under their keys without it.
 
     Returns:
-        The state dict, with full tensors on the CPU. For a checkpoint of :func:`torch_save_to_dcp`, it is the dict in
-        that file; for a checkpoint of ``dcp.save``, the nested dicts and lists that were saved, as torch's own
-        converter has them. Otherwise it has tensors and objects by key, and the common state; with a prefix, tensors by
-        key.
+        The state dict, with full tensors on the CPU:
+
+        - with a prefix: the tensors by key;
+        - of a checkpoint of :func:`torch_save_to_dcp`: the state dict in that file;
+        - of a checkpoint of ``dcp.save``: the nested dicts and lists that were saved, as of torch's own converter;
+        - of any other: the entries of the common state, and the tensors and objects by key.
 
     Raises:
         CannotLoadError: no installed strategy reads the checkpoint.

@@ -11,7 +11,9 @@ from shardckpt.huggingface.check import check_weights
 from shardckpt.huggingface.dtypes import is_castable, is_unpacked_float
 from shardckpt.huggingface.scaled import SCALE_ENDING, Scaled, block_size, refuse_other_schemes
 from shardckpt.mapping.sharded_tensor import ShardedTensor
-from shardckpt.planning.boxes import Box, intersect, shard_parts, with_memory
+from shardckpt.planning.boxes import Box, shard_parts, with_memory
+from shardckpt.planning.coverage import find_hole
+from shardckpt.planning.lookup import BoxFinder
 from shardckpt.plugins.key_mapping import KeyMapEntry, MapsPart, get_key_map_entries
 from shardckpt.storage.scatter import StoredArray, read_box
 from shardckpt.strategy import LoadContext, StoredBox, StoredColumns, StoredFile, find_error
@@ -35,8 +37,8 @@ if TYPE_CHECKING:
 class HuggingFaceLoadStrategy(ChunkLoadStrategy):
     """Reads requested shards from a folder.
 
-    ``mapping`` maps keys, without the prefix, to the folder's names. ``absent`` are the keys of shards that the folder
-    lacks; a tied one is filled by the other that the folder has. A mapping of a part of the model leaves all else.
+    ``mapping`` maps keys, without the prefix, to the folder's names. ``absent`` are the requested keys that the folder
+    lacks: such a tensor stays as it is, or, if it is tied to one that the folder has, is filled with that.
     """
 
     backend = "huggingface"
@@ -50,6 +52,8 @@ class HuggingFaceLoadStrategy(ChunkLoadStrategy):
         self._requested = {shard.key: shard for shard in shards}
         #: Key map entries by key; none of keys that the folder lacks.
         self._links: dict[str, Sequence[KeyMapEntry]] = {}
+        #: The results of :meth:`_fit_links`, by key and ``allow_shape_mismatch``.
+        self._fitted: dict[tuple[str, bool], tuple[Sequence[KeyMapEntry], BoxFinder]] = {}
         #: Whether the folder has a part of the model, and the rest stays as it is.
         self.is_partial = isinstance(mapping, MapsPart)
         lacking: dict[str, list[str]] = {}
@@ -65,7 +69,7 @@ class HuggingFaceLoadStrategy(ChunkLoadStrategy):
         self.absent = set(lacking)
         # a tied weight may be stored under the other name only: it is filled if that one is
         filled = {_memory_key(shard) for shard in shards if shard.key not in lacking}
-        #: Keys that nothing fills; other absent ones are tied to a tensor that the folder has, or empty on this rank.
+        #: The absent keys that are missing: neither tied to a key that the folder has, nor without elements here.
         self._missing = {
             s.key for s in shards if s.key in lacking and _memory_key(s) not in filled and 0 not in s.data_shape
         }
@@ -83,7 +87,7 @@ class HuggingFaceLoadStrategy(ChunkLoadStrategy):
         with context.comm.local_phase("planning the load"):
             tensors = [shard for shard in wanted if isinstance(shard, ShardedTensor)]
             for shard in {shard.key: shard for shard in tensors if shard.key not in self.absent}.values():
-                self._links_at_stored_shape(shard)  # before memory is taken
+                self._fit_links(shard)  # before memory is taken
             filled = [with_memory(shard) for shard in tensors]
             # of tied ones the first that the folder has
             once = {_memory_key(s): s for s in reversed(filled) if s.key not in self.absent}
@@ -109,16 +113,12 @@ class HuggingFaceLoadStrategy(ChunkLoadStrategy):
         context: LoadContext,  # noqa: ARG002 - the headers have been read
     ) -> Mapping[FlatPart, Sequence[tuple[StoredChunk, Box]]]:
         """Return the tensors of the folder that fill each part of a shard, with their values in its dtype."""
-        shape = tuple(shard.global_shape)
-        found: dict[FlatPart, list[tuple[StoredChunk, Box]]] = {}
-        for link in self._links_at_stored_shape(shard):
-            source = self._source(link.name, shard.dtype)
-            array = source.weight if isinstance(source, Scaled) else source
-            chunk = StoredChunk(shard.key, shard.dtype, shape, link.box, array.file, (link, source), array.offset)
-            for part in shard_parts(shard):
-                if (common := intersect(part.box, link.box)) is not None:
-                    found.setdefault(part, []).append((chunk, common))
-        return found
+        links, finder = self._fit_links(shard)
+        return {
+            part: [(self._make_chunk(shard, links[number]), common) for number, common in finder.touching(part.box)]
+            for part in shard_parts(shard)
+            if part.box.volume
+        }
 
     def read_part(self, read: ChunkRead, context: LoadContext) -> None:
         """Fill a tensor from one of the folder."""
@@ -183,6 +183,31 @@ class HuggingFaceLoadStrategy(ChunkLoadStrategy):
             if stored.dtype is not None and is_castable(stored.dtype) and is_castable(dtype):
                 dtype = stored.dtype
         return dtype, shape
+
+    def _make_chunk(self, shard: ShardedTensor, link: KeyMapEntry) -> StoredChunk:
+        source = self._source(link.name, shard.dtype)
+        array = source.weight if isinstance(source, Scaled) else source
+        shape = tuple(shard.global_shape)
+        return StoredChunk(shard.key, shard.dtype, shape, link.box, array.file, (link, source), array.offset)
+
+    def _fit_links(self, shard: ShardedTensor) -> tuple[Sequence[KeyMapEntry], BoxFinder]:
+        """Return the key map entries of a shard, and the finder of their boxes.
+
+        They have all elements of its tensor; with allow_shape_mismatch, those that the stored shape has, too. They are
+        the same for all shards of a tensor, of which a model with hundreds of experts has as many as entries.
+        """
+        at = shard.key, shard.allow_shape_mismatch
+        if at not in self._fitted:
+            links = self._links_at_stored_shape(shard)
+            boxes = [link.box for link in links]
+            hole = None if shard.allow_shape_mismatch else find_hole(tuple(shard.global_shape), boxes)
+            if hole is not None:
+                raise ShardingError(
+                    f"the mapping gives no tensor of the folder for the elements {hole} of {shard.key!r} of shape "
+                    f"{tuple(shard.global_shape)}: its entries must have all of them"
+                )
+            self._fitted[at] = links, BoxFinder(boxes)
+        return self._fitted[at]
 
     def _links_at_stored_shape(self, shard: ShardedTensor) -> Sequence[KeyMapEntry]:
         """Return the key map entries of a shard; with allow_shape_mismatch, cut to the shape that is stored."""

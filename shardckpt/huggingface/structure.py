@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed
 from shardckpt.manifest.names import CONTENT
 from shardckpt.mapping.sharded_object import ShardedObject
+from shardckpt.state_dict import of_collection
 from shardckpt.strategy import NestsState
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from shardckpt.engine.opening import OpenCheckpoint
     from shardckpt.mapping.base import ShardedBase, StateDict
 
@@ -26,13 +30,23 @@ def make_structure(state_dict: dict[Any, Any]) -> StateDict:
     return {_STRUCTURE: _replace_tensors(state_dict, "")}
 
 
-def make_state_dict(common: StateDict, values: StateDict) -> StateDict:
+def make_state_dict(common: StateDict, values: StateDict, source: Path) -> StateDict:
     """Return the plain state dict of a checkpoint, from its common state, and tensors and objects by their plain names.
 
-    For a checkpoint with the structure of a state dict, it is that one with its tensors; else all by name.
+    For a checkpoint with the structure of a state dict, it is that one with its tensors; else all by name. If two
+    things have one name, it is a CheckpointingException, which names the checkpoint as ``source``.
     """
     structure = (common.get(CONTENT) or {}).get(_STRUCTURE)
-    return _insert_tensors(structure, values) if structure is not None else {**common, **values}
+    if structure is not None:
+        found: StateDict = _insert_tensors(structure, values)
+        return found
+    if twice := sorted(values.keys() & common.keys()):
+        raise CheckpointingException(
+            f"{source} has both a tensor or object and an entry of the common state of these names, for which a plain "
+            f"state dict has one place: {listed(twice)}. dist_checkpointing.load loads both; to convert it, leave the "
+            "name out (--leave-out), or convert to another format"
+        )
+    return {**common, **values}
 
 
 def nest_stored(checkpoint: OpenCheckpoint, common: StateDict, values: StateDict) -> StateDict:
@@ -48,7 +62,7 @@ def nest_stored(checkpoint: OpenCheckpoint, common: StateDict, values: StateDict
             return not any(f"{path}.".startswith(f"{name}.") for name in left_out)
 
         nested = strategy.nest_state(values, keeps, checkpoint.context)
-    return make_state_dict(common, values) if nested is None else nested
+    return make_state_dict(common, values, checkpoint.context.reader.directory) if nested is None else nested
 
 
 def forget_structure(common: StateDict) -> StateDict:
@@ -69,7 +83,8 @@ def plain_name(shard: ShardedBase) -> str:
 def _replace_tensors(value: Any, key: str) -> Any:
     """Return nested dicts and lists with every tensor replaced by its key."""
     if isinstance(value, dict):
-        return {name: _replace_tensors(inner, f"{key}.{name}" if key else f"{name}") for name, inner in value.items()}
+        keys = {name: f"{key}.{name}" if key else f"{name}" for name in value}
+        return of_collection(value, {name: _replace_tensors(inner, keys[name]) for name, inner in value.items()})
     if isinstance(value, list):
         return [_replace_tensors(inner, f"{key}.{number}") for number, inner in enumerate(value)]
     return {_TENSOR: key} if isinstance(value, torch.Tensor) else value
@@ -78,7 +93,12 @@ def _replace_tensors(value: Any, key: str) -> Any:
 def _insert_tensors(structure: Any, values: dict[str, Any]) -> Any:
     """Undo :func:`_replace_tensors`."""
     if isinstance(structure, dict) and structure.keys() == {_TENSOR}:
-        return values[structure[_TENSOR]]
+        key = structure[_TENSOR]
+        if not isinstance(key, str) or key not in values:
+            raise CorruptCheckpointError(
+                f"content_metadata has the structure of a state dict with a tensor {key!r:.200}, which is not stored"
+            )
+        return values[key]
     if isinstance(structure, dict):
-        return {name: _insert_tensors(inner, values) for name, inner in structure.items()}
+        return of_collection(structure, {name: _insert_tensors(inner, values) for name, inner in structure.items()})
     return [_insert_tensors(inner, values) for inner in structure] if isinstance(structure, list) else structure

@@ -17,11 +17,11 @@ from shardckpt.errors import CheckpointingException, CorruptCheckpointError, Sha
 from shardckpt.huggingface.folder import read_index
 from shardckpt.huggingface.names import BIN, file_names, index_name
 from shardckpt.huggingface.structure import make_structure
-from shardckpt.huggingface.torch_file import is_archive, read_torch_file
+from shardckpt.huggingface.torch_file import is_archive, read_torch_file, refuse_repetition
 from shardckpt.manifest.names import CONTENT
 from shardckpt.mapping.sharded_object import PlainObject
 from shardckpt.planning.boxes import Box
-from shardckpt.state_dict import extract_matching_values, list_dcp_values
+from shardckpt.state_dict import extract_matching_values, list_dcp_values, of_collection
 from shardckpt.strategy import LoadContext, StoredFile, find_error
 from shardckpt.tensors.wrappers import copy_values
 
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from shardckpt.chunks.load import ChunkRead
     from shardckpt.mapping.base import StateDict
     from shardckpt.storage.reader import CheckpointReader
-
-#: Values that a pickle of n bytes may have: some, and some a byte. It can name one list any number of times.
-_FREE, _VALUES = 1 << 16, 8
 
 
 @dataclass(frozen=True)
@@ -52,8 +49,8 @@ class TorchFileLoadStrategy(ChunkLoadStrategy):
     The key of a tensor is its path in the state dict, joined by dots; all other values are common state. Ranges of
     tensors are read from the files, so that memory is bounded; one of before torch 1.6 is in memory as a whole.
 
-    ``file`` is the name of the only one; ``""`` for several, with the file of each tensor in ``weight_map``. ``lost``
-    are the tensors of other files, which are missing.
+    A state dict in one file is given by the name of ``file``; one in several files by ``weight_map``, which has the
+    file of each tensor. ``lost`` are the tensors whose files are missing: they are not read.
     """
 
     backend = "torch_save"
@@ -114,8 +111,18 @@ class TorchFileLoadStrategy(ChunkLoadStrategy):
         return {file: find_error(check, file) for file in self._files}
 
     def _state_dict(self, context: LoadContext) -> dict[Any, Any]:
-        """Return the state dict of all files, whose names differ: the index has each of them once."""
-        return {k: value for file in self._files for k, value in self._content(context, file).state_dict.items()}
+        """Return the state dict of all files. Two with one name are a CorruptCheckpointError: one would be lost."""
+        found: dict[Any, Any] = {}
+        for file in self._files:
+            state_dict = self._content(context, file).state_dict
+            if twice := found.keys() & state_dict.keys():
+                raise CorruptCheckpointError(
+                    f"{context.reader.directory / file} and another file of the index both have "
+                    f"{listed([*map(repr, twice)])}: save the model with each tensor under a name of its own, without "
+                    "dicts in dicts, and without other values"
+                )
+            found |= state_dict
+        return found
 
     def _content(self, context: LoadContext, file: str) -> _Content:
         reader = context.reader
@@ -130,40 +137,33 @@ class TorchFileLoadStrategy(ChunkLoadStrategy):
 
 
 def _read_content(reader: CheckpointReader, file: str, allow_globals: tuple[Any, ...]) -> _Content:
-    path, size = reader.directory / file, reader.size(file)
+    path = reader.directory / file
     if is_archive(reader, file):
         found = Archive.of_file(reader, file).describe(allow_globals)
         if not isinstance(found, dict):
             what = "tensor" if isinstance(found, LazyTensor) else type(found).__name__
             raise CheckpointingException(f"{path} holds a {what}, not a state dict")
+        refuse_repetition(found, reader.size(file), path)
     else:
         found = read_torch_file(path)
-    walker = _Walker(reader, file, _FREE + _VALUES * size)
-    try:
-        return _Content(walker.describe(found, ""), walker.tensors)
-    except RecursionError as exc:
-        raise CorruptCheckpointError(
-            f"{path} is damaged: a container in it holds itself, or is nested too deep"
-        ) from exc
+    walker = _Walker(reader, file)
+    return _Content(walker.describe(found, ""), walker.tensors)
 
 
 class _Walker:
     """Locates the tensors of a nested state dict, and puts tensors of the meta device in their places."""
 
-    def __init__(self, reader: CheckpointReader, file: str, most: int) -> None:
+    def __init__(self, reader: CheckpointReader, file: str) -> None:
         self._reader = reader
         self._file = file
-        self._left = most
         self._reads = LazyReads(self._read)
         self.tensors: dict[str, StoredPayload | torch.Tensor] = {}
 
     def describe(self, value: Any, key: str) -> Any:
         """Return nested dicts and lists with tensors of the meta device; any other container keeps its tensors."""
-        self._left -= 1
-        if self._left < 0:
-            raise CorruptCheckpointError(f"{self._name}: its pickle repeats its own parts too often")
         if isinstance(value, dict):
-            return {name: self.describe(inner, f"{key}.{name}" if key else f"{name}") for name, inner in value.items()}
+            parts = {name: self.describe(part, f"{key}.{name}" if key else f"{name}") for name, part in value.items()}
+            return of_collection(value, parts)
         if isinstance(value, list):
             return [self.describe(inner, f"{key}.{number}") for number, inner in enumerate(value)]
         if not isinstance(value, (LazyTensor, torch.Tensor)):

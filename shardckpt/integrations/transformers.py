@@ -25,6 +25,7 @@ from shardckpt.distributed.error_report import replace_text
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, parse_globals
 from shardckpt.manager.manager import CheckpointManager
 from shardckpt.manager.rng import RandomState
+from shardckpt.manager.step_names import parse_number
 from shardckpt.manifest.names import CONTENT_KEY
 
 if TYPE_CHECKING:
@@ -127,6 +128,8 @@ class ShardedCheckpointCallback(TrainerCallback):
                 "with fsdp or deepspeed the Trainer reads the model from the folder that it resumes from, and only its "
                 "own checkpoints contain it: call trainer.train() without it, which starts at the beginning of the data"
             )
+        if step != -1:
+            step = parse_number(step, "resume_path", "its number, or -1 for what load_step says")
         self._close_manager()
         read_only = {"load_only": True, "save_rng": False, "exclude_from_loading": ()}
         with CheckpointManager(self._config.model_copy(update=read_only), {}) as manager:
@@ -188,14 +191,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             self._random = RandomState().state_dict()
             # a sampler that draws from the generators (group_by_length) orders the first epoch by the seed
             RandomState().load_state_dict(seeded)
-            # transformers 5.0 has a flag for it
-            strategy = getattr(args, "train_sampling_strategy", getattr(args, "group_by_length", None))
-            if strategy in ("group_by_length", True) and (state.epoch or 0) >= 1:
-                logger.warning(
-                    "resumed at epoch %s: group_by_length draws the order of an epoch from the random generators, and "
-                    "that of this one is another than without the interruption",
-                    state.epoch,
-                )
+            _warn_of_other_order(args, state)
         if state.global_step != position:
             logger.warning(
                 "resumed at step %d, with the data from their beginning: to resume at the same batch call "
@@ -294,6 +290,18 @@ class ShardedCheckpointCallback(TrainerCallback):
         if self._resumed is not None:
             shutil.rmtree(self._resumed[1], ignore_errors=True)  # a cleaner of temporary folders may have been faster
             self._resumed = None
+
+
+def _warn_of_other_order(args: TrainingArguments, state: TrainerState) -> None:
+    """Warn where the rest of the epoch has other batches than without the interruption."""
+    # transformers 5.0 has a flag instead
+    strategy = getattr(args, "train_sampling_strategy", getattr(args, "group_by_length", None))
+    if strategy in ("group_by_length", True) and (state.epoch or 0) >= 1:
+        logger.warning(
+            "resumed at epoch %s, with other batches than without the interruption: group_by_length draws the order of "
+            "each epoch from the random generators, whose states at its beginning are not saved",
+            state.epoch,
+        )
 
 
 def _is_to_be_logged(record: logging.LogRecord) -> bool:

@@ -457,17 +457,15 @@ class Conversion:
             )
         file = TorchFile(tensors)
         values = {plain_name(shard): shard.data for shard in objects}
-        twice = sorted({*values, *tensors} & common.keys())
-        if twice:
-            raise CheckpointingException(
-                f"{self.source} has both a tensor or object and an entry of the common state of these names, for which "
-                f"a file has one place: {listed(twice)}. Leave it out (--leave-out), or convert to another format"
-            )
         with operation.local_phase("writing"):
             values |= file.stand_ins
             # paths are stored for the names that are stored
             is_named_as_stored = isinstance(self.options.mapping, Identity) and not self.options.prefix
-            state_dict = nest_stored(stored, common, values) if is_named_as_stored else make_state_dict(common, values)
+            state_dict = (
+                nest_stored(stored, common, values)
+                if is_named_as_stored
+                else make_state_dict(common, values, self.source)
+            )
             written = list(tensors.values())
             journal = self._make_journal(stored, written)
             file.write(

@@ -58,6 +58,6 @@ def warn_of_absent(described: ShardedStateDict, names: Collection[str], comm: Co
 
 
 def _is_stored(leaf: ShardedBase, stored: Collection[str]) -> bool:
-    """Return whether a shard has a stored name, or one that it is built of: a quantized one is stored by its codes."""
+    """Return whether a shard, or one that it is built of, as of a quantized tensor's codes, is among the stored."""
     shards = [leaf, *nested_values(build_copy(leaf))] if stored else []
     return any(isinstance(shard, ShardedBase) and stored_key(shard) in stored for shard in shards)

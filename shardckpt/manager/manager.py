@@ -226,23 +226,20 @@ class CheckpointManager:
                 )
             # ranks may have other metrics: those are checked where all ranks raise one rank's error
             check_annotated(CheckpointManager.save, {"force": force, "last_step": last_step})
-            return self._save_if_due(step, force, last_step=last_step, metrics=metrics or {})
+            for part in self._parts:
+                part.on_step(step)
+            if self._writer is None:
+                return False
+            self._check_open("save")
+            in_background = self.config.async_mode is not AsyncMode.DISABLED and not last_step
+            with limit_attempts() if in_background else nullcontext():  # also what commits the save before this one
+                given = {} if metrics is None else metrics
+                return self._save_if_due(self._writer, step, force, last_step=last_step, metrics=given)
 
-    def _save_if_due(self, step: int, force: bool, *, last_step: bool, metrics: Mapping[str, float]) -> bool:
-        """Collective: do as :meth:`save`."""
-        for part in self._parts:
-            part.on_step(step)
-        if self._writer is None:
-            return False
-        self._check_open("save")
-        in_background = self.config.async_mode is not AsyncMode.DISABLED and not last_step
-        with limit_attempts() if in_background else nullcontext():  # also what commits the save before this one
-            return self._save_due(self._writer, step, force, last_step=last_step, metrics=metrics)
-
-    def _save_due(
+    def _save_if_due(
         self, writer: StepWriter, step: int, force: bool, *, last_step: bool, metrics: Mapping[str, float]
     ) -> bool:
-        """Collective: commit the written saves, and save the step if it is due."""
+        """Collective: commit the written saves, and save the step if it is due; return whether it was saved."""
         started = time.perf_counter()
         self._advance(writer)
         forced = self._is_preempted() or force or last_step
@@ -464,7 +461,10 @@ class CheckpointManager:
 
         Raises:
             CannotLoadError: the same on every rank: the step has no complete checkpoint.
+            CheckpointingException: the manager has no folder, by ``enable_checkpoint=False``.
         """
+        if not self.config.enable_checkpoint:
+            raise CheckpointingException(f"metrics: no step {step}: this CheckpointManager saves and loads nothing")
 
         def read() -> dict[str, float | None]:
             number = parse_number(step, "metrics", "the number of a step that has a checkpoint")

@@ -19,7 +19,7 @@ class ManagerPart:
     own_states: tuple[str, ...] = ()
 
     def on_step(self, step: int) -> None:
-        """Called first by every ``save``, also if no step is ever saved."""
+        """Called first by every ``save``, whether it saves the step or not."""
 
     def is_preempted(self) -> bool:
         """Collective: return whether to save this step, whatever the interval, because the process is to be killed."""
@@ -55,7 +55,10 @@ class ManagerPart:
         return []
 
     def after_save(self, step: int, *, last_step: bool) -> None:
-        """Collective: called when a step is saved or being written in the background; the last step is saved."""
+        """Collective: called after the save of a step, or after it began in the background.
+
+        With ``last_step`` it has ended: the last step is never saved in the background.
+        """
 
     def after_commit(self, step: int) -> None:
         """Called when the checkpoint of a step is durable."""

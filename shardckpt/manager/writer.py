@@ -27,6 +27,7 @@ from shardckpt.storage.memory_budget import parse_memory_budget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from pathlib import Path
 
     from torch.distributed import ProcessGroup
 
@@ -134,9 +135,9 @@ def _without_content(common: dict[str, Any]) -> dict[str, Any]:
 
 
 def free_step(folder: StepFolder, step: int) -> None:
-    """Refuse to replace a step that a lease or a pin holds, and say which one is damaged.
+    """Prepare an existing step for its replacement by a save: raise if a lease or a pin holds it; warn of damage.
 
-    At a URL, delete one that no save can replace: no record says which files it has.
+    At a URL, a step without a sound record is deleted: no save replaces it, since nothing says which files it has.
     """
     path, is_local = folder.path(step), has_local_files(folder.place)
     if is_local:
@@ -145,15 +146,21 @@ def free_step(folder: StepFolder, step: int) -> None:
         return
     if fault := folder.find_fault(step):
         logger.warning("step %d is %s, and is replaced by this save", step, fault)
-    if is_local:
-        return
+    if not is_local and not _has_record(path):
+        _delete_unrecorded(path)
+
+
+def _has_record(path: Path) -> bool:
+    """Return whether a step at a URL has a sound record of its files."""
     try:
-        if read_manifest(path, get_plugin_manager()).record is not None:
-            return
+        return read_manifest(path, get_plugin_manager()).record is not None
     except (CheckpointReplacedError, StorageError):  # it is being written, or the store does not answer
         raise
-    except CheckpointingException:  # said above
-        pass
+    except CheckpointingException:  # it is damaged, of which a warning says more
+        return False
+
+
+def _delete_unrecorded(path: Path) -> None:
     with hold_place(path, functools.partial(open_folder, plugins=get_plugin_manager())):
         logger.warning("%s is saved a second time: the checkpoint without a record there is deleted first", path)
         remove_checkpoint(path)

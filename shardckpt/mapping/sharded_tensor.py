@@ -6,7 +6,7 @@ import dataclasses
 import math
 import operator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 
@@ -155,9 +155,16 @@ class ShardedTensor(ShardedBase):
 
     def validate_metadata_integrity(self) -> None:
         """Raise :class:`ShardingError` if shapes, offsets, dtype and data do not fit each other."""
-        fault = (
-            find_name_fault(self) or _box_fault(self) or _flat_fault(self) or _data_fault(self) or _scales_fault(self)
-        )
+        try:
+            fault = (
+                find_name_fault(self)
+                or _box_fault(self)
+                or _flat_fault(self)
+                or _data_fault(self)
+                or _scales_fault(self)
+            )
+        except TypeError as exc:
+            fault = f"a shape, the offset or another field is of another type than the class says ({exc})"
         if fault:
             raise ShardingError(f"ShardedTensor {self.key!r}: {fault} in {self!r}")
 
@@ -255,7 +262,7 @@ class ShardedTensor(ShardedBase):
         """Return the shard that remains when every rank narrows its local tensor along ``dim`` in the same way.
 
         Args:
-            dim: Axis of the local tensor.
+            dim: Axis of the local tensor; a negative one counts from the last.
             start: First local index kept.
             length: Number of local indices kept.
 
@@ -263,10 +270,17 @@ class ShardedTensor(ShardedBase):
             A list with the one shard, as Megatron returns it; its ``data`` is a view of this one's.
 
         Raises:
-            ShardingError: the grid is not regular, or the shard is flattened.
+            ShardingError: the grid is not regular, the shard is flattened, or it has no such axis or indices.
         """
         if self.axis_fragmentations is None or self.flattened_range is not None:
             raise ShardingError(f"ShardedTensor {self.key!r}: narrow needs a regular grid and no flattened_range")
+        axes = len(self.local_shape)
+        if not -axes <= dim < axes or not 0 <= start <= start + length <= self.local_shape[dim]:
+            raise ShardingError(
+                f"ShardedTensor {self.key!r}: narrow({dim}, {start}, {length}) keeps indices that the local shape "
+                f"{tuple(self.local_shape)} does not have"
+            )
+        dim %= axes
         axis = dim + self.prepend_axis_num
         local_shape = _replace_at(self.local_shape, dim, length)
         cell = self.global_offset[axis] // max(self.local_shape[dim], 1)
@@ -406,7 +420,7 @@ def _grid_geometry(
         if not 0 <= axis < len(local):
             raise ShardingError(f"ShardedTensor {key!r}: there is no axis {axis}: the {len(local)} axes count from 0")
         if not 0 <= cell < count:
-            raise ShardingError(f"ShardedTensor {key!r}: piece {cell} of {count} along axis {axis} does not exist")
+            raise ShardingError(f"ShardedTensor {key!r}: shard {cell} of {count} along axis {axis} does not exist")
         named.add(axis)
         cells[axis], fragments[axis] = cell, count
     offsets = tuple(cell * length for cell, length in zip(cells, local, strict=True))
@@ -419,13 +433,15 @@ def _axes_fault(shard: ShardedTensor, extents: tuple[int, ...]) -> str:
     shape, offset, grid = shard.global_shape, shard.global_offset, shard.axis_fragmentations
     if len(shape) != len(offset):
         return f"global_shape {shape} and global_offset {offset} differ in length"
+    if isinstance(sum((*shape, *offset, *extents)), float):  # of a division by /
+        return f"global_shape {shape}, global_offset {offset} or local_shape {shard.local_shape} has a float in it"
     if len(extents) != len(shape):
         return (
             f"local_shape {shard.local_shape} with {shard.prepend_axis_num} prepended axes does not have the "
             f"{len(shape)} axes of global_shape {shape}"
         )
-    if grid is not None and len(grid) != len(extents):
-        return f"axis_fragmentations {grid} does not have {len(extents)} axes"
+    if grid is not None and (len(grid) != len(extents) or 0 in grid):
+        return f"axis_fragmentations {grid} does not have {len(extents)} axes of 1 shard or more"
     return ""
 
 
@@ -461,7 +477,9 @@ def _flat_fault(shard: ShardedTensor) -> str:
 
 
 def _data_fault(shard: ShardedTensor) -> str:
-    data = shard.data
+    data, dtype = shard.data, cast("object", shard.dtype)
+    if not isinstance(dtype, torch.dtype):
+        return f"dtype is {show_given(dtype)}, expected one such as torch.float32"
     if data is None:
         return ""
     if data.dtype != shard.dtype:

@@ -126,7 +126,7 @@ class StoredIndex(ChunkIndex):
             )
         ]
         self._strings = strings
-        #: Of the last selection the tensors, and their checked chunks and bounds: the next may be of the same tensors.
+        #: The last selection: tensors, their checked chunks, and bounds. The next is often of the same tensors.
         self._selected: tuple[torch.Tensor, Chunks, torch.Tensor] | None = None
         self._scaled: list[torch.Tensor] = []
         if BLOCK_SCALES in self.header.optional_features:
@@ -215,32 +215,17 @@ class StoredIndex(ChunkIndex):
 
     def _select(self, numbers: torch.Tensor, wanted: Callable[[], Table] | None = None) -> tuple[Chunks, torch.Tensor]:
         """Return the chunks of some tensors, after a check of their boxes."""
-        boxes = self._boxes
-        is_all = wanted is None or isinstance(boxes, _Columns)
-        which: torch.Tensor | slice
-        if is_all and len(numbers) == self._count:
-            which, bounds = slice(0, int(self.bounds[-1])), self.bounds
-        else:
-            if wanted is None or isinstance(boxes, _Columns):
-                rows = list_rows(numbers, self.bounds)
-                counts = self.bounds[numbers + 1] - self.bounds[numbers]
-            else:
-                rows = boxes.find_rows(numbers, wanted())
-                owners = torch.searchsorted(self.bounds[1:], rows, right=True)
-                counts = torch.bincount(torch.searchsorted(numbers, owners), minlength=len(numbers))
-            bounds = make_bounds(counts)
-            # shards of one tensor are most: a slice is cheaper than indices
-            is_run = len(rows) and int(rows[-1] - rows[0]) == len(rows) - 1
-            which = slice(int(rows[0]), int(rows[-1]) + 1) if is_run else rows
+        has_all_boxes = wanted is None or isinstance(self._boxes, _Columns)
+        rows, bounds = self._find_rows(numbers, wanted)
         spec = number_groups(bounds[1:])
-        offset, extent, file, start = boxes.take(which)
+        offset, extent, file, start = self._boxes.take(rows)
         table = Table(spec, offset, extent)
         itemsizes = make_column([self.dtypes[number].itemsize for number in numbers.tolist()])
         sizes = torch.cat([self._extents[numbers].long(), itemsizes.view(-1, 1)], 1)
         if not are_below_limit(sizes):
             too_many = multiply_sizes(sizes) >= SIZE_LIMIT
             self._refuse(too_many, lambda: numbers, "has a shape of too many bytes")
-        volume = self._check_boxes(table, numbers, is_all=is_all)
+        volume = self._check_boxes(table, numbers, has_all_boxes=has_all_boxes)
         chunks = Chunks(
             table,
             file,
@@ -254,6 +239,27 @@ class StoredIndex(ChunkIndex):
             unknown = (chunks.file < 0) | (chunks.file >= len(self.files))
             self._refuse(unknown, lambda: numbers[spec], "has a payload in a file that the index does not name")
         return chunks, bounds
+
+    def _find_rows(
+        self, numbers: torch.Tensor, wanted: Callable[[], Table] | None
+    ) -> tuple[torch.Tensor | slice, torch.Tensor]:
+        """Return the rows of the boxes of some tensors, and the bounds of each tensor's among them.
+
+        Of an index in parts only those that may have elements of the wanted boxes, if these are given.
+        """
+        boxes = self._boxes
+        if wanted is not None and isinstance(boxes, IndexParts):
+            rows = boxes.find_rows(numbers, wanted())
+            owners = torch.searchsorted(self.bounds[1:], rows, right=True)
+            counts = torch.bincount(torch.searchsorted(numbers, owners), minlength=len(numbers))
+        elif len(numbers) == self._count:
+            return slice(0, int(self.bounds[-1])), self.bounds
+        else:
+            rows = list_rows(numbers, self.bounds)
+            counts = self.bounds[numbers + 1] - self.bounds[numbers]
+        # shards of one tensor are most: a slice is cheaper than indices
+        is_run = len(rows) and int(rows[-1] - rows[0]) == len(rows) - 1
+        return slice(int(rows[0]), int(rows[-1]) + 1) if is_run else rows, make_bounds(counts)
 
     def find_object(self, name: str) -> StoredObject:
         """Return an object, after a check of where it lies; it is damaged if its payload is outside of its file."""
@@ -353,18 +359,22 @@ class StoredIndex(ChunkIndex):
         """The names of objects that are not those of ShardedObjects, and so are not among :meth:`columns`."""
         return [name for name in self.objects if _describe_object(name) is None]
 
-    def _check_boxes(self, table: Table, numbers: torch.Tensor, *, is_all: bool) -> torch.Tensor:
-        """Check that boxes, if they are all, fill their tensors, and are in order; return their volumes."""
+    def _check_boxes(self, table: Table, numbers: torch.Tensor, *, has_all_boxes: bool) -> torch.Tensor:
+        """Check that boxes are inside of their tensors and sorted, and, if these are all, that they fill them.
+
+        Return their volumes.
+        """
         extents = self._extents[numbers].long()
         if are_full(table, extents):  # most tensors have one box
             return table.volume()
+        # axes that a tensor with fewer than the others lacks: a box has extent 1 along them
         lacked = torch.arange(extents.shape[1], device="cpu") >= self._axes[numbers].view(-1, 1)
         spec, owners = table.spec, numbers[table.spec]
         inside = (table.offset >= 0) & (table.offset <= extents[spec] - table.extent) & (table.extent >= lacked[spec])
         inside = inside.all(1)
         self._refuse(~inside, lambda: owners, "has a box outside of its shape")
         volume = table.volume()
-        if is_all:
+        if has_all_boxes:
             totals = torch.zeros(len(numbers), dtype=torch.int64, device="cpu").index_add_(0, spec, volume)
             shapes = [self.shapes[number] for number in numbers.tolist()]
             wrong_count = totals != extents.prod(1)

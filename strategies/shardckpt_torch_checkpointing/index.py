@@ -90,15 +90,17 @@ class Region:
 class Listing:
     """The files of a checkpoint, and their description in the metadata; no other file is read.
 
-    ``metadata`` is empty if there is none. ``declared`` are the items that it describes, ``files`` the file of each
-    item on each rank.
+    ``metadata`` is empty if there is none. ``declared`` are the items whose tensors it describes, ``files`` the file of
+    each item on each rank.
     """
 
     def __init__(self, reader: CheckpointReader) -> None:
         self.metadata = reader.read(METADATA_FILE) if reader.has(METADATA_FILE) else b""
         source = str(reader.directory / METADATA_FILE)
-        self.declared = parse_metadata(self.metadata, source) if self.metadata else {}
-        self.files = find_files(reader, self.declared)
+        declared = parse_metadata(self.metadata, source) if self.metadata else {}
+        self.files = find_files(reader, declared)
+        # of an item without tensors, as the state of SGD is, the metadata says nothing: its files have all of it
+        self.declared = {key: item for key, item in declared.items() if item.tensors}
 
 
 class Index:

@@ -37,14 +37,13 @@ class TorchCheckpointingLoadStrategy(ChunkLoadStrategy):
     version = 1
 
     def list_chunks(self, context: LoadContext) -> Iterator[StoredChunk]:
-        """Yield the chunks of all tensors; of one whose files are all missing, a box without elements."""
+        """Yield the chunks of all tensors; a tensor whose files are all missing has one chunk without elements."""
         index = _read_index(context)
         for tensor in index.tensors.values():
-            empty = StoredChunk(tensor.key, tensor.dtype, tensor.shape, Box.from_shape((0,) * len(tensor.shape)), "")
             layouts = index.files[str(tensor.path[0])]
-            yield from (empty._replace(box=chunk.box, file=layouts[chunk.rank].file) for chunk in tensor.chunks)
-            if not tensor.chunks:
-                yield empty
+            boxes = [(chunk.box, layouts[chunk.rank].file) for chunk in tensor.chunks]
+            for box, file in boxes or [(Box.from_shape((0,) * len(tensor.shape)), "")]:
+                yield StoredChunk(tensor.key, tensor.dtype, tensor.shape, box, file)
 
     def match(self, shard: ShardedTensor, context: LoadContext) -> Mapping[FlatPart, Sequence[tuple[StoredChunk, Box]]]:
         """Return the parts of files that a shard needs, after a check that its elements are stored; see the base."""

@@ -62,7 +62,10 @@ def _outline(index: ColumnFile) -> Outline:
         {name: _ITEMSIZES[name] for name in set(dtypes)},
         objects,
         [],
-        object_places=[("", files[number], *where) for number, *where in zip(*[iter(places)] * 3, strict=True)],
+        object_places=[
+            ("", files[file], start, nbytes)
+            for file, start, nbytes in zip(places[::3], places[1::3], places[2::3], strict=True)
+        ],
         plain_objects=plain,
     )
 

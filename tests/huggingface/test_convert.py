@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
+import re
+from collections import Counter, OrderedDict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.engine.locations import locate_file
 from shardckpt.errors import (
     CheckpointingException,
@@ -17,6 +20,7 @@ from shardckpt.errors import (
     UnsafePickleError,
 )
 from shardckpt.huggingface import dcp_to_torch_save, dcp_to_torch_state_dict, save_state_dict, torch_save_to_dcp
+from shardckpt.maintenance import convert_checkpoint
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests.huggingface.samples import global_tensors, same, save
 from tests.interop.sample import check_equal
@@ -78,6 +82,47 @@ def test_any_checkpoint_is_a_plain_state_dict(tmp_path: Path) -> None:
     plain = dcp_to_torch_state_dict(tmp_path / "dcp")
     assert plain["a"]["b"].tolist() == [1, 1, 1]
     assert plain["n"] == 4
+
+
+@table(("levels", "copies"), [(60, 2), (12, 2), (250, 1)])
+def test_a_file_that_repeats_its_parts_is_refused(tmp_path: Path, levels: int, copies: int) -> None:
+    """Lists that each hold the one before twice, or that are very deep, are an error, and not endless work."""
+    values: list[Any] = [0] * 100
+    for _ in range(levels):
+        values = [values] * copies
+    torch.save({"values": values}, tmp_path / "a.pt")
+    for read in (torch_save_to_dcp, partial(convert_checkpoint, to="dcp")):
+        with pytest.raises(CorruptCheckpointError, match=r"a\.pt is damaged: its pickle repeats its own parts"):
+            read(tmp_path / "a.pt", tmp_path / "c")
+
+
+@table("key", ["lost", 7, ["w"]])
+def test_a_structure_without_its_tensor_is_damage(tmp_path: Path, key: Any) -> None:
+    """A checkpoint whose structure names a tensor that is not stored is an error that names it, not a KeyError."""
+    structure = {"form of the state dict": {"w": {"key of the tensor": key}}}
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(1))}, tmp_path / "c", content_metadata=structure)
+    with pytest.raises(CorruptCheckpointError, match=rf"a tensor {re.escape(repr(key))}, which is not stored"):
+        dcp_to_torch_state_dict(tmp_path / "c")
+
+
+def test_two_things_of_one_name_are_no_plain_state_dict(tmp_path: Path) -> None:
+    """A value of the common state with the key of a tensor is an error that names it, and is not lost in silence."""
+    dc.save({"model": {"x": ShardedTensor.from_rank_offsets("x", torch.ones(2))}, "x": 5}, tmp_path / "c")
+    with pytest.raises(CheckpointingException, match=r"a plain state dict has one place: x\."):
+        dcp_to_torch_state_dict(tmp_path / "c")
+
+
+def test_a_scheduler_resumes_from_its_counter(tmp_path: Path) -> None:
+    """MultiStepLR's state has a Counter, without which a SequentialLR that resumes fails; it comes back as one."""
+    state = {"scheduler": {"milestones": Counter([2, 4]), "last_epoch": 1}, "w": torch.ones(1)}
+    torch.save(state, tmp_path / "a.pt")
+    torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "saved")
+    convert_checkpoint(tmp_path / "a.pt", tmp_path / "converted", "safetensors")
+    dc.save(to_sharded_state_dict(state), tmp_path / "described")
+    for name in ("saved", "converted", "described"):
+        found = dcp_to_torch_state_dict(tmp_path / name)["scheduler"]
+        assert found == state["scheduler"]
+        assert type(found["milestones"]) is Counter, name
 
 
 def test_ranks_save_together_what_one_file_holds(ranks: Ranks, tmp_path: Path) -> None:

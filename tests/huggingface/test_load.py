@@ -5,6 +5,7 @@ import math
 import shutil
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -32,7 +33,10 @@ from shardckpt.huggingface import (
     load_from_huggingface,
     save_state_dict,
 )
+from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
 from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.planning.boxes import Box
+from shardckpt.plugins.key_mapping import KeyMapEntry
 from shardckpt.storage.reader import CheckpointReader
 from tests.huggingface.samples import global_tensors, local_shards, read, same, save, sharded_state
 from tests.states import entire, error_of
@@ -154,6 +158,38 @@ def test_experts_are_put_together_on_the_rank_that_has_them(ranks: Ranks, tmp_pa
     for world in (1, 2, 4):
         for start, values in ranks.run(world, _load_experts, tmp_path / "hf", mapping):
             assert torch.equal(values, whole[start : start + len(values)])
+
+
+def test_the_shards_of_a_tensor_are_matched_in_linear_time(tmp_path: Path) -> None:
+    """A tensor with a shard for each expert takes one look at each expert's tensor, and not all of them a shard."""
+    count = 8
+    write(tmp_path / "hf", {f"{expert}.w": torch.full((2, 2), float(expert)) for expert in range(count)})
+    shards = {
+        f"{expert}": ShardedTensor.from_rank_offsets("w", torch.zeros(2, 2), (0, expert, count), prepend_axis_num=1)
+        for expert in range(count)
+    }
+    mapping = RuleMapping([Rule("w", ("{expert}.w",))])
+    with mock.patch.object(
+        HuggingFaceLoadStrategy, "_source", autospec=True, side_effect=HuggingFaceLoadStrategy._source
+    ) as find:
+        loaded = load_from_huggingface(shards, tmp_path / "hf", mapping=mapping)
+    assert find.call_count == count
+    assert all(torch.equal(loaded[f"{expert}"], torch.full((2, 2), float(expert))) for expert in range(count))
+
+
+class _WithoutLast:
+    """Maps a matrix to a tensor a row, and forgets the last row."""
+
+    def links(self, key: str, shape: tuple[int, ...]) -> list[KeyMapEntry]:
+        return [KeyMapEntry(f"{key}.{n}", (1, 3), (0, 0), Box((n, 0), (1, 3))) for n in range(shape[0] - 1)]
+
+
+def test_a_mapping_that_lacks_elements_is_refused(tmp_path: Path) -> None:
+    """Elements for which a mapping has no tensor are an error by name, not whatever the memory held."""
+    write(tmp_path / "hf", {f"w.{row}": torch.ones(1, 3) for row in range(4)})
+    wanted = {"w": ShardedTensor.from_global_shape("w", torch.float32, (4, 3))}
+    with pytest.raises(ShardingError, match=r"the elements Box\(offset=\(3, 0\), shape=\(1, 3\)\) of 'w' of shape"):
+        load_from_huggingface(wanted, tmp_path / "hf", mapping=_WithoutLast())
 
 
 def _load_fsdp(folder: Path) -> list[bool]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import argparse
 import enum
 import io
+import json
 import types
 import zipfile
 from collections import Counter, OrderedDict, deque
@@ -181,6 +182,18 @@ def test_tensors_in_objects_that_the_user_allows_are_read(tmp_path: Path) -> Non
     assert type(common["named"]) is Named
     found = pair.mean, slotted.mean, common["named"][0], common["named"].more[0]
     assert all(value.equal(tensor) for value in found)
+
+
+def test_files_of_one_model_that_share_a_name_are_refused(tmp_path: Path) -> None:
+    """Of a dict that two files of an index both have, the tensors of one were lost: it is an error by its name."""
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    for name in "ab":
+        torch.save({"model": {name: torch.ones(1)}}, folder / f"{name}.bin")
+    index = {"weight_map": {f"model.{name}": f"{name}.bin" for name in "ab"}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    with pytest.raises(CorruptCheckpointError, match=r"b\.bin and another file of the index both have 'model'"):
+        convert_checkpoint(folder, tmp_path / "new", "dcp")
 
 
 def test_tuples_that_hold_one_twice_are_visited_once(tmp_path: Path) -> None:

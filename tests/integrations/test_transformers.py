@@ -171,6 +171,14 @@ def test_the_first_run_of_a_job_resumes_from_nothing(tmp_path: Path) -> None:
         callback_of(trainer).resume_path(2)
 
 
+@table("step", ["best", None, True, -2])
+def test_only_a_step_is_resumed_from(tmp_path: Path, step: Any) -> None:
+    """Anything else than the number of a step, as "best" of CheckpointManager.load, is an error that says so."""
+    callback = module.ShardedCheckpointCallback(config_of(tmp_path))
+    with pytest.raises(CheckpointingException, match=f"resume_path: {step!r} is no step; give its number, or -1"):
+        callback.resume_path(step)
+
+
 def test_the_folder_to_resume_from_is_for_one_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It is gone when the training has ended, and holds no weights; nobody warns that keys are missing or unused."""
     with pytest.raises(Crash):

@@ -259,6 +259,8 @@ def test_disabled_managers_do_nothing(tmp_path: Path) -> None:
         assert not manager.save(2, force=True)
         assert not manager.load()
         assert manager.steps() == []
+        with pytest.raises(CheckpointingException, match=r"metrics: no step 2: this CheckpointManager saves and loads"):
+            manager.metrics(2)
         manager.maybe_wait_for_staging()
         manager.wait()
     assert not (tmp_path / "none").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -192,6 +193,18 @@ def test_a_stage_without_parameters_has_an_empty_dict(tmp_path: Path, state: dic
     torch.save(state, folder / "net_1.pt")
     with dist_checkpointing.open_checkpoint(folder) as checkpoint:
         assert checkpoint["net.state.weight"][...].tolist() == [1, 1]
+
+
+def test_an_item_without_tensors_keeps_its_values(tmp_path: Path) -> None:
+    """The options of an optimizer without state, as SGD's, are loaded where the metadata declares the item."""
+    folder = copy_golden("torch-2", tmp_path / "step")
+    for rank in range(2):
+        torch.save({"state": {}, "param_groups": [{"lr": 0.5}]}, folder / f"sgd_{rank}.pt")
+    metadata = pickle.loads((folder / "metadata.pkl").read_bytes())
+    metadata["metadata"]["sgd"] = {"nested_path_to_metadata": {}, "rank_to_layout_info": {0: None, 1: None}}
+    (folder / "metadata.pkl").write_bytes(pickle.dumps(metadata))
+    with dist_checkpointing.open_checkpoint(folder) as checkpoint:
+        assert checkpoint.common["sgd"] == {"state": {}, "param_groups": [{"lr": 0.5}]}
 
 
 def test_parameters_of_one_name_keep_their_numbers(tmp_path: Path) -> None:

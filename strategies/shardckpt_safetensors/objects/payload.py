@@ -1,4 +1,4 @@
-"""Payloads of objects: by the codec that is just able to hold a value, and back."""
+"""Encode an object as a payload by the simplest codec that holds it, and decode payloads."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def decode_object(codec: str, data: bytes | bytearray | memoryview, what: str) -
         return decode_tree_file(data, what)
     if codec != _JSON:
         raise CheckpointingException(
-            f"{what} has the codec {codec!r:.300}, which this release does not have (but raw, json, safetensors): "
-            "load it with the release or the program that wrote it"
+            f"{what} has the codec {codec!r:.300}, and this release reads raw, json and safetensors: load it with the "
+            "release or the program that wrote it"
         )
     try:
         tree = parse_json(data)
