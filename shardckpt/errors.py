@@ -132,11 +132,13 @@ class UnsafePickleError(CheckpointingException):
     Attributes:
         refused: All globals that it asks for and must not, as ``"module.name"``; empty where the error is another one.
         runs_code: Whether one of them runs commands or code, or reaches files: no error says how to allow that.
+        can_be_allowed: Whether a load with ``allow_globals`` could read it.
         is_module: Whether a whole ``nn.Module`` was pickled, and no state dict.
     """
 
     refused: tuple[str, ...] = ()
     runs_code: bool = False
+    can_be_allowed: bool = True
     is_module: bool = False
 
 

@@ -17,14 +17,17 @@ if TYPE_CHECKING:
 def find_slots(
     names: Mapping[str, Any], stored: StoredNames, key: str, *, in_common: bool = False
 ) -> dict[str, list[str]]:
-    """Return the rest of each stored key below the key of each name; ``in_common`` as of StoredNames."""
-    found: dict[str, list[str]] = {name: [] for name in names}
-    for each in stored.list_below(key, in_common=in_common):
-        rest = each[len(key) + 1 :]
-        name = find_name(rest, found)
-        if name is not None and len(name) < len(rest):
-            found[name].append(rest[len(name) + 1 :])
-    return found
+    """Return the slots that are stored for each name: of the key ``<key>.<name>.<slot>`` the part ``<slot>``.
+
+    Of names that begin with each other, the longest counts. ``in_common`` is as for :meth:`StoredNames.list_below`.
+    """
+    slots: dict[str, list[str]] = {name: [] for name in names}
+    for stored_key in stored.list_below(key, in_common=in_common):
+        path = stored_key[len(key) + 1 :]
+        name = find_name(path, slots)
+        if name is not None and len(name) < len(path):
+            slots[name].append(path[len(name) + 1 :])
+    return slots
 
 
 def find_name(key: str, names: Collection[str]) -> str | None:
@@ -37,9 +40,10 @@ def find_name(key: str, names: Collection[str]) -> str | None:
 
 
 def allocate(stored: StoredNames, key: str, live: Any = None, param: torch.Tensor | None = None) -> torch.Tensor:
-    """Return memory for a stored tensor of no parameter: laid out as a tensor of its shape, else whole on the CPU.
+    """Return memory for a stored tensor that belongs to no parameter.
 
-    ``live`` is the tensor that the optimizer has there now, ``param`` the parameter that it was sharded as.
+    It is laid out as ``live``, the tensor that the optimizer has there now, or as ``param``, the parameter that it was
+    sharded as, if one has the stored shape; else it is a whole tensor on the CPU.
     """
     dtype, shape = stored.tensors[key]
     for like in (live, param):
@@ -56,7 +60,7 @@ def request_value(stored: StoredNames, key: str, live: Any = None, param: torch.
 
 
 def nest(values: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
-    """Return nested dicts for paths."""
+    """Return nested dicts with each value at its path."""
     found: dict[Any, Any] = {}
     for (*parts, last), value in values.items():
         node = found
@@ -67,9 +71,10 @@ def nest(values: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
 
 
 def restore_containers(found: Any, live: Any, depth: int = 0) -> Any:
-    """Return nested dicts with the keys and lists that the live state has: state that is stored without a form.
+    """Return loaded state with the keys and lists that the live state has.
 
-    Where it has none, numbers from 0 count a list, as they do in older checkpoints and in DCP's.
+    ``found`` is of nested dicts whose keys are texts: older checkpoints and DCP's do not say which was a list, nor
+    which key was a number. Where the live state has nothing in the place of a dict, keys from 0 on count a list.
     """
     if not isinstance(found, dict):
         return found

@@ -154,8 +154,9 @@ def refuse_unloadable(values: Mapping[str, Any], allow_globals: tuple[Any, ...])
 
 def _make_error(refusal: CheckpointingException) -> UnsafePickleError:
     """Return the error of a save about values that a load would refuse."""
-    error = UnsafePickleError(f"a load would refuse {refusal} (to save and to load)")
-    error.refused = getattr(refusal, "refused", ())
+    can_be_allowed = getattr(refusal, "can_be_allowed", True)
+    error = UnsafePickleError(f"a load would refuse {refusal}{' (to save and to load)' if can_be_allowed else ''}")
+    error.refused, error.can_be_allowed = getattr(refusal, "refused", ()), can_be_allowed
     return error
 
 

@@ -17,8 +17,8 @@ from shardckpt.archive.checksums import check_member, check_memory
 from shardckpt.archive.lazy_tensors import TensorDescriber
 from shardckpt.archive.payload import StoredPayload
 from shardckpt.archive.tensor_pickles import TensorRebuilder, describe_one_tensor, unpickle
-from shardckpt.archive.zip_directory import read_members
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.archive.zip_directory import CompressedError, read_members
+from shardckpt.errors import CannotLoadError, CheckpointingException, CorruptCheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -51,7 +51,8 @@ class _NestedBudget:
 class Archive:
     """One ``torch.save`` archive; only its directory is read at first. ``source`` is its name, for errors.
 
-    A file that is no such archive, is damaged, or has the other byte order is a CorruptCheckpointError.
+    A file that is no such archive, is damaged, or has the other byte order is a CorruptCheckpointError; one whose
+    members are compressed is a CannotLoadError.
     """
 
     def __init__(self, read_range: ReadRange, size: int, source: str) -> None:
@@ -61,6 +62,11 @@ class Archive:
         try:
             #: Where each of its files is, by name.
             self.members = read_members(read_range, size)
+        except CompressedError as exc:
+            raise CannotLoadError(
+                f"{source} is a zip archive that torch.save did not write: {exc}. If torch.load reads it, save it anew "
+                "by torch.save"
+            ) from exc
         except (ValueError, struct.error) as exc:
             is_zip = read_range(0, min(size, 2)) == b"PK"
             what = "a zip archive that is cut short or damaged" if is_zip else "not a torch.save archive"

@@ -58,6 +58,8 @@ _RUN_CODE = {
     "sys",
 }
 _RUN_CODE_OF_BUILTINS = {"__import__", "breakpoint", "compile", "eval", "exec", "getattr", "open", "setattr"}
+#: Rebuilds a tensor of quantize_per_tensor or torch.ao: its storage is pickled in another way than all others.
+_QUANTIZED = "torch._utils._rebuild_qtensor"
 #: Most classes of stubs in a pickle: each takes two kilobytes, however short its name is.
 _MOST_STUB_CLASSES = 1024
 #: Refused globals that an error looks for.
@@ -75,7 +77,14 @@ def make_refusal(asks: str, names: Sequence[str], places: str = "") -> UnsafePic
             f"{asks} {listed(hostile)}; nothing was run. That runs commands or code, or reaches files, as an attack "
             "does, and no state of a training needs it: do not load this by other means, and ask whoever wrote it"
         )
-        error.refused, error.runs_code = tuple(names), True
+        error.refused, error.runs_code, error.can_be_allowed = tuple(names), True, False
+        return error
+    if _QUANTIZED in names:
+        error = UnsafePickleError(
+            f"{asks} a quantized tensor of torch, which is not read here, whatever is allowed:"
+            f"{places or f' {listed(names)}'}\nSave its int_repr(), scale and zero point, or its dequantize(), instead"
+        )
+        error.refused, error.can_be_allowed = tuple(names), False
         return error
     *_, last = names
     module, _, own = last.rpartition(".")

@@ -15,16 +15,20 @@ ReadRange = Callable[[int, int], bytes]
 _END = struct.Struct("<4s6xHIIH")  # number of entries, size and start of the directory, size of the comment
 _LOCATOR = struct.Struct("<4s4xQ4x")  # where the zip64 end record is
 _END64 = struct.Struct("<4s28xQQQ")  # as the end record, without a comment
-_ENTRY = struct.Struct(
-    "<4s6xH4xIIIHHH8xI"
-)  # method; CRC; stored and real size; lengths of name, extra, comment; header
-_HEADER = struct.Struct("<4s22xHH")  # lengths of name and extra field
+#: An entry of the directory: signature, compression method, CRC-32, compressed size, real size, lengths of the name,
+#: the extra field and the comment, offset of the member's local header.
+_ENTRY = struct.Struct("<4s6xH4xIIIHHH8xI")
+_HEADER = struct.Struct("<4s4xH16xHH")  # signature, compression method, lengths of name and extra field
 _EXTRA = struct.Struct("<HH")
 _ZIP64_ID = 1
 _MAX32 = 0xFFFFFFFF
 #: Bytes to read from the end when looking for the end record: the first also have the whole directory of one tensor, in
 #: the archives of torch; the second the directory of a state dict; the third the longest comment.
 _TAIL_SIZES = (1024, 4096, _END.size + 0xFFFF)
+
+
+class CompressedError(ValueError):
+    """A member is compressed: a range of its bytes cannot be read by itself."""
 
 
 class Member(NamedTuple):
@@ -38,8 +42,8 @@ class Member(NamedTuple):
 def read_members(read_range: ReadRange, size: int) -> dict[str, Member]:
     """Return the members of a zip of ``size`` bytes by name.
 
-    It is a ValueError if it is not a zip, or a member is compressed or out of bounds, a struct.error if it is
-    truncated.
+    It is a ValueError if it is not a zip, or a member is out of bounds, a CompressedError if a member is compressed,
+    and a struct.error if the zip is truncated.
     """
     read, place = _find_end(read_range, size)
     count, nbytes, start = _read_end_record(read, place)
@@ -106,9 +110,12 @@ def _zip64_values(values: tuple[int, int, int], extra: bytes) -> list[int]:
 
 def _locate_member(read: ReadRange, header: int, nbytes: int, method: int, name: str, size: int) -> int:
     """Return the offset of a member's bytes, by its local header: names there may be longer than the directory's."""
-    magic, name_length, extra_length = _HEADER.unpack(read(header, _HEADER.size))
+    magic, own_method, name_length, extra_length = _HEADER.unpack(read(header, _HEADER.size))
     offset: int = header + _HEADER.size + name_length + extra_length
-    # A method other than 0 is compression: a range of the payload could not be read by itself.
-    if magic != b"PK\x03\x04" or method or offset + nbytes > size:
-        raise ValueError(f"its member {name!r} is compressed or out of bounds")
+    if magic != b"PK\x03\x04" or offset + nbytes > size:
+        raise ValueError(f"its member {name!r} is out of bounds")
+    if method == own_method != 0:
+        raise CompressedError(f"its member {name!r} is compressed")
+    if method:
+        raise ValueError(f"its directory and its member {name!r} differ")
     return offset

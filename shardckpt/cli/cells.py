@@ -58,8 +58,8 @@ def wrap(text: str, most: int, first: int = 0) -> list[str]:
     """Return the lines of a text, each of at most so many cells, broken at blanks, but at none of a command.
 
     A command stands between backquotes: a part of one that is copied alone would be another. Likewise a longer word,
-    such as JSON or a path, is not broken: a line has it alone. ``first`` is the cells of the first line, by default as
-    many; a shorter one that has no room for the first word gets none.
+    such as JSON or a path, is not broken: a line has it alone. ``first`` is the cells of the first line, by default
+    ``most``; if that is less, and has no room for the first word, the first line is empty.
     """
     parts = text.split("`")
     parts[1::2] = [part.replace(" ", "\0") for part in parts[1::2]]

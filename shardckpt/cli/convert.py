@@ -12,9 +12,9 @@ or one file of torch.save. Pickles are read without running code in them.
 DST is complete or absent. Before it gets its name it is read again, and the fingerprints of all tensors are compared
 with those of the tensors that were read: --verbose and --json have a line for each. If one differs, nothing is left. A
 conversion that was killed leaves nothing at DST; run it again with the same options, on the same host, and it continues
-after the files that are written. If SRC or an option has changed, it starts anew, and says so. To a URL it streams,
-keeps nothing on the local disk, and continues after a kill with the objects that are complete; where SRC or DST is a
-URL, the same format is a copy.
+after the files that are written. If SRC or an option has changed, it starts anew, and says so. A DST that is a URL is
+written without a copy on the local disk; after a kill, the objects that are complete stay. A SRC that shardckpt wrote
+in the same format is refused, unless an option changes it; if SRC or DST is a URL, it is copied, with the same proof.
 
 exit codes:
   0  converted, and DST has the values of SRC

@@ -95,7 +95,7 @@ def _describe_error(error: Exception, options: argparse.Namespace) -> str:
 
 def _advise_of_globals(error: CheckpointingException, options: argparse.Namespace) -> str:
     """Return the call in Python that takes the classes which a pickle asks for: no verb imports any."""
-    if not isinstance(error, UnsafePickleError) or not error.refused or error.runs_code:
+    if not isinstance(error, UnsafePickleError) or not error.refused or not error.can_be_allowed:
         return ""
     if not getattr(options, "reads", ()):
         return ""

@@ -21,7 +21,6 @@ _EXPERTS = re.compile(r".*(?:expert_\d+|expp_rank_\d+)_.*\.pt")
 _LAYERS = re.compile(r"layer_\d+-model_.*states\.pt")
 #: The folder of a universal checkpoint that has one folder for each parameter.
 UNIVERSAL = "zero"
-_ADVICE = "make a universal checkpoint of it with DeepSpeed's ds_to_universal, or gather its weights with DeepSpeed"
 
 
 @dataclass(frozen=True)
@@ -49,18 +48,19 @@ def find_files(folder: Path, names: Collection[str]) -> DeepSpeedFiles | None:
         return None
     kind = "a universal" if is_universal else "a ZeRO"
     cut = (
-        (any(map(_EXPERTS.fullmatch, names)), "expert", "gather its weights with DeepSpeed"),
-        (any(map(_LAYERS.fullmatch, names)), "pipeline", "gather its weights with DeepSpeed"),
-        (any(int(found[2]) for found in (*models, *partitions)), "tensor", _ADVICE),
+        (any(map(_EXPERTS.fullmatch, names)), "expert"),
+        (any(map(_LAYERS.fullmatch, names)), "pipeline"),
+        # of a universal one too: the shapes, frozen parameters and buffers in its files are of the parts of a rank
+        (any(int(found[2]) for found in (*models, *partitions)), "tensor"),
     )
-    for is_cut, parallelism, advice in cut:
-        if is_cut and not (is_universal and parallelism == "tensor"):
+    for is_cut, parallelism in cut:
+        if is_cut:
             raise CannotLoadError(
                 f"{folder} is {kind} checkpoint of DeepSpeed with {parallelism} parallelism, which is not read here: "
-                f"{advice}"
+                "gather its weights with DeepSpeed"
             )
     return DeepSpeedFiles(
-        _check_ranks(folder, [found for found in models if not int(found[2])], "model_states.pt"),
+        _check_ranks(folder, models, "model_states.pt"),
         () if is_universal else _check_ranks(folder, partitions, "optim_states.pt"),
     )
 

@@ -7,6 +7,7 @@ in groups of its own. The moments of the optimizer are cut as the parameters are
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, field
 from itertools import chain
@@ -17,7 +18,7 @@ import torch
 from shardckpt.archive.lazy_reads import LazyReads, refuse_expanded
 from shardckpt.archive.lazy_tensors import LazyTensor
 from shardckpt.archive.writer import row_major_strides
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, format_many
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, format_many, listed
 from shardckpt.planning.boxes import Box, cut_flat_range
 
 if TYPE_CHECKING:
@@ -26,9 +27,12 @@ if TYPE_CHECKING:
     from shardckpt.archive.payload import StoredPayload
     from shardckpt.planning.boxes import Ints
 
+logger = logging.getLogger(__name__)
+
 #: As adapters.to_sharded_state_dict names a model and its optimizer, so that it loads converted checkpoints.
 MODEL, STATE, GROUPS = "model.", "optimizer.state.", "optimizer.param_groups."
-MOMENTS = ("exp_avg", "exp_avg_sq")
+#: The moments of every Adam, whose rows must fit; other optimizers have others.
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 #: Entries of a file of model states for DeepSpeed itself, and not for the job.
 _INTERNAL = {
     "module",
@@ -89,6 +93,8 @@ class Index:
         if step is None and options is not None:
             step = options.get("step")  # of DeepSpeed's FusedAdam
         if step is not None:
+            if not isinstance(step, (int, float)) or not 0 <= step < 1 << 53:  # a pickle may have anything
+                raise CorruptCheckpointError(f"{name!r}: the optimizer's count of its steps is not a number of steps")
             self.steps[f"{STATE}{name}.step"] = torch.as_tensor(step, dtype=torch.float32, device="cpu")
         if options is not None:
             self.objects[GROUPS + name] = {key: value for key, value in options.items() if key != "params"}
@@ -190,7 +196,7 @@ def index_partitions(
     index, groups = Index(), models.groups
     if not groups:
         raise CorruptCheckpointError(f"{place}: its model_states.pt has no param_shapes, so that no parameter is found")
-    for kind in ("", *(moment for moment in MOMENTS if first.has(moment))):
+    for kind in ("", *first.list_moments()):
         rows = [rank.list_rows(kind) for rank in ranks]
         if any(len(row) != len(rows[0]) or len(row) < len(groups) for row in rows):
             raise CorruptCheckpointError(
@@ -226,6 +232,8 @@ class _Partition:
                 f"{self._path} has no state of its optimizer by group, which is not read here: an elastic checkpoint "
                 "(zero_elastic_checkpoint) or one without an optimizer. Gather its weights with DeepSpeed"
             )
+        if any(type(group) is not int for group in moments):
+            raise CorruptCheckpointError(f"{self._path}: the state of its optimizer is not by the numbers of groups")
         self._moments = {group: check_dict(values, self._path) for group, values in moments.items()}
 
     @property
@@ -235,9 +243,22 @@ class _Partition:
         counts: list[Any] = found if isinstance(found, list) else [found]
         return max((count for count in counts if type(count) is int), default=None)
 
-    def has(self, moment: str) -> bool:
-        """Return whether the optimizer has such a moment."""
-        return any(moment in group for group in self._moments.values())
+    def list_moments(self) -> list[str]:
+        """Return the names of the values that the optimizer has for each element, such as ``exp_avg``.
+
+        A warning names its other values, which are not read; the count of steps is none of them.
+        """
+        moments, others = dict[str, None](), set[str]()
+        for row, (_, state) in zip(self.list_rows(""), sorted(self._moments.items()), strict=False):
+            for name, value in state.items():
+                is_by_element = isinstance(value, LazyTensor) and value.payload.shape == row.payload.shape
+                if is_by_element or name in _MOMENTS:
+                    moments[name] = None
+                elif value is not None and name != "step":
+                    others.add(repr(name))
+        if others:
+            logger.warning("%s: values of the optimizer are not read: %s", self._path, listed(sorted(others)))
+        return list(moments)
 
     def list_rows(self, moment: str) -> list[StoredTensorFile]:
         """Return the flat tensor of each group: of a moment, or, for ``""``, of the weights."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.deepspeed.files import UNIVERSAL
 from shardckpt.deepspeed.index import (
     MODEL,
-    MOMENTS,
     STATE,
     Index,
     IndexedTensor,
@@ -47,7 +46,8 @@ def index_universal(
 ) -> Index:
     """Return the index of a universal checkpoint.
 
-    ``describe`` returns the content of a file, with a LazyTensor for each tensor.
+    ``describe`` reads a file by its path in the checkpoint; its tensors are LazyTensors, whose values ``read`` reads.
+    ``place`` is the checkpoint's name in errors.
     """
     index, shapes = Index(), dict(chain.from_iterable(group.items() for group in models.groups))
     folders = _list_parameters(directory)
@@ -58,26 +58,25 @@ def index_universal(
         )
     steps: dict[str, Any] = {}
     for name, files in folders.items():
-        if f"{_WEIGHT}.pt" not in files:
+        kinds = sorted(file.removesuffix(".pt") for file in files if file.endswith(".pt") and not file.startswith("."))
+        if _WEIGHT not in kinds:
             raise CorruptCheckpointError(f"{place}/{UNIVERSAL}/{name} lacks {_WEIGHT}.pt")
-        for kind in (_WEIGHT, *(moment for moment in MOMENTS if f"{moment}.pt" in files)):
+        for kind in kinds:
             file = f"{UNIVERSAL}/{name}/{kind}.pt"
-            key = MODEL + name if kind == _WEIGHT else f"{STATE}{name}.{kind}"
-            index.tensors[key] = _index_file(name, shapes.get(name), file, describe(file))
-        if f"{_STEP}.pt" in files:
-            file = f"{UNIVERSAL}/{name}/{_STEP}.pt"
-            found = describe(file)
-            steps[name] = read_step_count(found.get(_VALUE) if isinstance(found, dict) else found, file, read)
-            index.files.append(file)
+            stored = describe(file)
+            value = stored.get(_VALUE) if isinstance(stored, dict) else stored
+            if kind == _STEP:
+                steps[name] = read_step_count(value, file, read)
+                index.files.append(file)
+            else:
+                key = MODEL + name if kind == _WEIGHT else f"{STATE}{name}.{kind}"
+                index.tensors[key] = _index_file(name, shapes.get(name), file, value)
     options: Any = None
     if (directory / UNIVERSAL / _OPTIONS).is_file():
         file = f"{UNIVERSAL}/{_OPTIONS}"
         stored = check_dict(describe(file), f"{place}/{file}")
         options = stored.get("param_groups")
-        state = (stored.get("optimizer_state_dict") or {}).get("state") or {}  # of stage 3
-        for number, group in enumerate(models.groups):
-            step = read_step_count((state.get(number) or {}).get(_STEP), file, read)
-            steps = dict.fromkeys(group, step) | steps
+        steps = _read_group_steps(stored, models.groups, file, read) | steps
         index.files.append(file)
     for number, group in enumerate(models.groups):
         for name in group:
@@ -86,9 +85,26 @@ def index_universal(
     return index
 
 
+def _read_group_steps(
+    stored: dict[Any, Any], groups: list[dict[str, Ints]], file: str, read: Callable[[StoredTensorFile], torch.Tensor]
+) -> dict[str, Any]:
+    """Return the count of steps of each parameter, which a checkpoint of stage 3 stores by group; None for no count."""
+    state = stored
+    for part in ("optimizer_state_dict", "state"):
+        state = check_dict(state.get(part) or {}, f"{file}: {part}")
+    found: dict[str, Any] = {}
+    for number, group in enumerate(groups):
+        values = check_dict(state.get(number) or {}, f"{file}: the state of group {number}")
+        found |= dict.fromkeys(group, read_step_count(values.get(_STEP), file, read))
+    return found
+
+
 def _index_file(name: str, shape: Ints | None, file: str, value: Any) -> IndexedTensor:
-    """Return the tensor of a file; a ZeRO checkpoint of stage 3 has flat tensors, which may be padded."""
-    found = locate_tensor(value.get(_VALUE) if isinstance(value, dict) else value, file, name)
+    """Return the tensor of a file; made of a ZeRO checkpoint of stage 3, it is flat, and may have padding at its end.
+
+    ``shape`` is the parameter's shape; None if no file has it.
+    """
+    found = locate_tensor(value, file, name)
     stored = found.payload.shape
     if shape is not None and len(stored) == 1 and found.payload.is_contiguous and stored[0] >= math.prod(shape):
         return join_parts(name, shape, [found])

@@ -1,4 +1,4 @@
-"""A training job that can be killed at any step and goes on with any number of ranks. Copy what you need.
+"""A training job that can be killed at any step and goes on with another number of ranks. Copy what you need.
 
     torchrun --nproc-per-node 4 -m shardckpt.demo.train --dir run --steps 200 --interval 20
     torchrun --nproc-per-node 2 -m shardckpt.demo.train --dir run --steps 200 --interval 20  # after Ctrl-C or kill -9
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from shardckpt.demo.model import ByteTransformer, Experts, MixtureOfExperts, batch, feed_forward
+from shardckpt.demo.model import BATCH, ByteTransformer, Experts, MixtureOfExperts, batch, feed_forward
 from shardckpt.manager.config import CheckpointConfig
 from shardckpt.manager.manager import CheckpointManager
 from shardckpt.tensors.memory import plain_cpu, tensor_bytes
@@ -52,7 +52,7 @@ def train(options: argparse.Namespace, report: Callable[..., None] = print_line)
     model = ByteTransformer(MixtureOfExperts if options.ep else feed_forward)
     if world_size > 1:
         shard(model, options.ep)
-    # After sharding: the optimizer's state is sharded as the parameters are that it is given.
+    # After sharding: the optimizer shards its state as the parameters are sharded that it is given.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
 
@@ -79,7 +79,7 @@ def train(options: argparse.Namespace, report: Callable[..., None] = print_line)
             report(loaded=step, state=state_digest(model, optimizer))
 
         while step < options.steps:
-            loss = model(batch(step).chunk(world_size)[rank])
+            loss = model(batch(step).tensor_split(world_size)[rank])
             loss.backward()
             optimizer.step()
             schedule.step()  # before the save: a checkpoint is the state between two steps, with all of one step done
@@ -125,11 +125,23 @@ def main(arguments: Sequence[str] | None = None, report: Callable[..., None] = p
     """Train as one of the ranks that torchrun started, or as a single process."""
     options = parse(arguments)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun sets it, and RANK
+    refuse_ranks(world_size, options.ep)
     if world_size > 1:  # on GPUs: "nccl", torch.cuda.set_device, and "cuda" in the place of "cpu"
         dist.init_process_group("gloo", options.rendezvous, rank=int(os.environ["RANK"]), world_size=world_size)
     train(options, report)
     if world_size > 1:
         dist.destroy_process_group()
+
+
+def refuse_ranks(world_size: int, ep: int) -> None:
+    """Exit if the sequences of a step, or with experts the ranks, cannot be divided as the model needs it."""
+    if world_size > BATCH:
+        raise SystemExit(f"{world_size} ranks: a step has {BATCH} sequences, and each rank needs one")
+    if ep and world_size > 1 and (BATCH % world_size or world_size % ep):
+        raise SystemExit(
+            f"--ep {ep} on {world_size} ranks: with experts their number must be a multiple of --ep, and divide the "
+            f"{BATCH} sequences of a step"
+        )
 
 
 def mean(loss: torch.Tensor) -> float:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class TensorSums:
     """Adds up the fingerprints of tensors, box by box; a box that is read twice counts once.
 
-    ``is_logged`` says that :meth:`drain_log` is called from time to time.
+    With ``is_logged`` it keeps a log of what is added, for :meth:`drain_log`, which must be called from time to time.
     """
 
     def __init__(self, *, is_logged: bool = False) -> None:
@@ -35,8 +35,8 @@ class TensorSums:
         """Add boxes of tensors."""
         boxes = []
         for shard, value in zip(shards, values, strict=True):
-            whole = value.reshape((1,) * shard.prepend_axis_num + tuple(value.shape))
-            boxes.append((whole, tuple(shard.global_offset), tuple(shard.global_shape)))
+            box = value.reshape((1,) * shard.prepend_axis_num + tuple(value.shape))  # with the global tensor's axes
+            boxes.append((box, tuple(shard.global_offset), tuple(shard.global_shape)))
         found = sum_boxes(boxes)
         with self._lock:
             for shard, (value, offset, _), sums in zip(shards, boxes, found, strict=True):
@@ -51,7 +51,7 @@ class TensorSums:
         return log
 
     def restore(self, log: Sequence[_Logged]) -> None:
-        """Add the log of another process's :meth:`drain_log`; entries that were added here already count once."""
+        """Add what another process has logged; a box that was added here keeps the sums that it got here."""
         with self._lock:
             for key, offset, shape, (first, second) in log:
                 self._sums[key].setdefault((tuple(offset), tuple(shape)), (first, second))

@@ -252,7 +252,7 @@ def run_conversion(
         return retry_if_replaced(attempt, old)
     except UnsafePickleError as exc:
         is_partial = to == FOLDER or options.prefix or options.leave_out
-        if not is_partial or not exc.refused or exc.runs_code:
+        if not is_partial or not exc.refused or not exc.can_be_allowed:
             raise
         # perhaps only items that are not written need these classes; a stub that is to be pickled is an error
         stubs = tuple((make_stub_class(*name.rpartition(".")[::2]), name) for name in exc.refused)

@@ -75,8 +75,8 @@ def _list_inside(
 def is_marked(names: Iterable[str]) -> bool:
     """Return whether the names in a folder show that the folder is one checkpoint, or an unfinished one.
 
-    ``model.safetensors`` and ``pytorch_model.bin`` do not, where nothing but one of them does, and the folder has other
-    files that may be checkpoints.
+    ``model.safetensors`` or ``pytorch_model.bin`` is not enough if there are other files of weights and no
+    ``config.json``: each of these files may then be a checkpoint of its own.
     """
     names = [*names]
     marks = {name for name in names if name in _MARKS or _PARTS.fullmatch(name)}
@@ -97,7 +97,7 @@ def list_local_names(place: Path, top: str = "") -> Callable[[str], Names]:
     """Return the listing of the folders in a directory of this machine; links are followed directly in it alone.
 
     A link to a sibling, such as ``latest``, or to an entry of ``top``, is left out: the target is listed by its own
-    name.
+    name. A hidden one is not, so that a link to it counts.
     """
     place = real_path(place)
 
@@ -108,7 +108,8 @@ def list_local_names(place: Path, top: str = "") -> Callable[[str], Names]:
                 with contextlib.suppress(OSError):  # a link to itself is neither
                     if entry.is_symlink():
                         real = os.path.realpath(entry.path)
-                        if os.path.dirname(real) == own or (top and is_visible_in(real, top)):  # noqa: PTH120 - a text
+                        is_sibling = os.path.dirname(real) == own and is_visible_in(real, own)  # noqa: PTH120 - a text
+                        if is_sibling or (top and is_visible_in(real, top)):
                             continue
                     if entry.is_dir(follow_symlinks=not folder):
                         names.folders.append(entry.name)

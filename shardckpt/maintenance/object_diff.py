@@ -79,9 +79,10 @@ def _rename_objects(ones: Mapping[str, _Entry], others: Mapping[str, _Entry]) ->
 def _separate_tensors(
     values: dict[str, _Entry], other: OpenCheckpoint, alone: Collection[str], theirs: dict[str, _Entry]
 ) -> set[str]:
-    """Give the tensors in objects that the other checkpoint stores as tensors entries in both; return their keys.
+    """Take tensors out of the objects of a checkpoint that the other one stores as tensors; return their keys.
 
-    ``alone`` are the tensors that only the other has.
+    Each becomes an entry of its own in ``values`` and in ``theirs``, the values of the other, so that the two are
+    compared. ``alone`` are the keys of the tensors that only the other stores.
     """
     tensors: dict[str, tuple[str, torch.Tensor]] = {}
     prefixes = _list_prefixes(alone)  # a pickle of a few bytes may have more places than can be visited, or a circle
@@ -193,7 +194,7 @@ def _compare(
                     containers[name] = len(pairs)
                     yield difference
     elif isinstance(one, _OF_ATTRIBUTES):
-        # not by ==: stubs have none, and it would compare tensors and NaN in the attributes otherwise than elsewhere
+        # attribute by attribute: stubs have no ==, and that of the others refuses tensors, and NaN is not equal to NaN
         if any(_compare(name, vars(one), vars(other), visited, {})):
             yield ObjectDifference(name, "value", _show(one), _show(other))
     elif not _are_equal(one, other):

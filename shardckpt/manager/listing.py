@@ -264,7 +264,7 @@ def _summarize_file(path: Path) -> CheckpointSummary:
         error = exc if isinstance(exc, CheckpointingException) else StorageError(str(exc))
     if error is None:
         return replace(summary, state="whole")
-    if isinstance(error, UnsafePickleError) and error.refused and not error.runs_code:
+    if isinstance(error, UnsafePickleError) and error.refused and error.can_be_allowed:
         rest = (
             f"{name_call('convert', path, 'NEW', '--leave-out', 'NAME')}, of each entry that has some, writes the rest"
         )

@@ -10,7 +10,7 @@ import torch
 from shardckpt.distributed.comm import Comm
 from shardckpt.engine.load_results import check_values
 from shardckpt.engine.plan_cache import PlanCache
-from shardckpt.errors import PluginError, show_given
+from shardckpt.errors import CheckpointingException, PluginError, show_given
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.parallel.reading_plan import ReadingPlan, WantedShard, plan_reading
 from shardckpt.parallel.transfers import ROUND_BYTES, check_algorithm, exchange_shards, is_fillable
@@ -62,7 +62,7 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
         round_bytes: Bytes that a rank sends, and receives, at most in one round; the same on every rank.
 
     Raises:
-        CheckpointingException: there is no such ``exchange_algo``.
+        CheckpointingException: there is no such ``exchange_algo``, or ``round_bytes`` is no such number.
         PluginError: ``strategy`` is no instance of a load strategy.
     """
 
@@ -85,6 +85,10 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
         if not isinstance(strategy, LoadStrategy):
             raise PluginError(f"{type(self).__name__} wraps an instance of a load strategy, not {show_given(strategy)}")
         check_algorithm(exchange_algo, from_storage=True)
+        if not isinstance(round_bytes, int) or round_bytes < 1:  # type: ignore[redundant-expr]
+            raise CheckpointingException(
+                f"round_bytes={show_given(round_bytes)}: it is a number of bytes, 1 or more, {ROUND_BYTES} by default"
+            )
         self._strategy = strategy
         self._group = parallelization_group if group is None else group
         self._settings = (exchange_algo, round_bytes)
@@ -149,8 +153,8 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
     def _plan(self, wanted: Sequence[ShardedBase], group: Comm) -> ReadingPlan:
         with group.collective_phase("listing this rank's shards"):
             wants = [_describe_wanted(shard, (group.rank, number)) for number, shard in enumerate(wanted)]
-            # Tied shards get one id, so that one rank reads all of them. A rank that read only a key that the
-            # checkpoint lacks would send the earlier values of its memory.
+            # Tied shards get one id together, so that the rank that reads one of them reads all: of two keys the
+            # checkpoint may lack one, and memory that was read by that key alone would have its earlier values.
             described = list(wants)
             for numbers in _find_tied(wanted).values():
                 together = tuple(described[number].shard for number in numbers)
@@ -171,7 +175,7 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
         received = exchange_shards(plan.transfers, loaded, shards, group, *self._settings)
         for shard, value in received.items():
             values[plan.positions[shard]] = value
-        # last: the first of the two may have come from another rank
+        # after the exchange: the shard that is copied may have come from another rank
         with group.collective_phase("copying shards that were requested twice"):
             for position, first in plan.repeats:  # tensors: no object is wanted twice, since each has an id of its own
                 values[position] = cast("ShardedTensor", wanted[position]).data
@@ -211,7 +215,10 @@ def split_budget(memory_budget: int | str | None, *, fully_parallel: bool) -> tu
 
 
 def _find_tied(wanted: Sequence[ShardedBase]) -> dict[int, list[int]]:
-    """Return the positions of shards of several keys that share their memory, by the first; others are left out."""
+    """Find tied shards, which have several keys and one memory: the positions of each such set, by its first position.
+
+    A position is a shard's index in ``wanted``.
+    """
     found: dict[Hashable, list[int]] = {}
     for number, shard in enumerate(wanted):
         if not isinstance(shard, ShardedTensor) or shard.data is None or not is_fillable(shard.data):

@@ -119,7 +119,7 @@ class CheckpointWriter:
         self._open: dict[str, FileWriter | SharedFile] = {}
         #: Names of all files that were begun.
         self._begun: set[str] = set()
-        #: Name of the object of several parts that is open, if the budget allows one at a time.
+        #: With a memory budget: name of the open object of several parts, of which there is one at a time; else "".
         self._in_parts = ""
         #: Records of the files that are complete.
         self.files: list[FileRecord] = []
@@ -205,7 +205,7 @@ class CheckpointWriter:
             view = memoryview(data)
         except TypeError as exc:
             raise PluginError(f"{self._name_author()} writes {name!r} of a {type(data).__name__}: give bytes") from exc
-        # of a file on disk nothing is allocated beforehand: it is written at once
+        # to allocate the space of a file on disk first would gain nothing: all is written at once
         writer = self.create(name, 0 if self._store is None else view.nbytes)
         writer.append(view.nbytes, lambda: [view], keys=keys)
         writer.end()
@@ -316,7 +316,7 @@ class CheckpointWriter:
             The records in the same order; those whose tables were written say so.
 
         Raises:
-            StorageError: another file has the name of a table file.
+            CheckpointingException: another file has the name of a table file.
         """
         moved, waiting = list(files), []
         for number, file in enumerate(moved):
@@ -411,10 +411,10 @@ class CheckpointWriter:
         return _HeldMarker(self) if name == MARKER_NAME else self._store
 
     def _choose_part_bytes(self, name: str, nbytes: int) -> int:
-        """Return the size of the parts in which an object is sent.
+        """Return the size of the parts in which a new object of ``nbytes`` is sent to the store.
 
-        It is an error if the memory budget has no room for them, or if two files are in parts at a time within a
-        budget.
+        A memory budget has room for the parts of one object at a time: an object that needs several parts is an error
+        while another such one is open, or if the budget is too small for its parts.
         """
         budget = self._memory_budget
         found = plan_upload(find_upload_room(budget), nbytes)
@@ -458,7 +458,7 @@ class CheckpointWriter:
 
 
 class _HeldMarker:
-    """Takes the marker of a save to a store in the store's place."""
+    """Keeps the marker of a save to a store in memory, as :attr:`CheckpointWriter.marker`, instead of sending it."""
 
     def __init__(self, writer: CheckpointWriter) -> None:
         self._writer = writer

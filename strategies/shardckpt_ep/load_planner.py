@@ -16,7 +16,7 @@ from shardckpt.tensors import is_quantized
 from shardckpt_ep.experts import Experts
 from shardckpt_ep.names import SECTIONS
 from shardckpt_ep.read_items import expert_read_items, get_stored_tensor
-from shardckpt_torch_dist import set_rest_value
+from shardckpt_torch_dist import RestValues
 
 if TYPE_CHECKING:
     import io
@@ -48,6 +48,14 @@ class LocalExpertsLoadPlanner(DefaultLoadPlanner):
         self.allow_dtype_cast = allow_dtype_cast
         self._allow_globals = tuple(allow_globals)
         self._locals: dict[str, torch.Tensor] = {}
+        self._rest = RestValues({})
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Note the state dict that objects are loaded into; see :class:`torch.distributed.checkpoint.LoadPlanner`."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        self._rest = RestValues(state_dict)
 
     def layout_of(self, key: str, value: Any, metadata: Metadata) -> ExpertLayout | None:  # noqa: ARG002 - for subclasses
         """Return the layout of a value of any type under a key of the state dict, or None if it is not an expert's."""
@@ -77,7 +85,7 @@ class LocalExpertsLoadPlanner(DefaultLoadPlanner):
         key = read_item.dest_index.fqn
         # instead of DCP's torch.load(weights_only=False), which runs whatever code a checkpoint names
         loaded = decode_object(value.getvalue(), f"object {key!r}", self._allow_globals)
-        set_rest_value(self.original_state_dict, self.mappings.get(key, (key,)), loaded)
+        self._rest.set(self.mappings.get(key, (key,)), loaded)
 
 
 class EPLoadPlanner(LocalExpertsLoadPlanner):

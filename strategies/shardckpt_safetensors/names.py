@@ -45,7 +45,7 @@ class Lazy(Sequence[_T]):
 
 
 class StringTable:
-    """Strings under construction."""
+    """The strings of an index that is being written."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -111,7 +111,9 @@ class Strings:
             texts = self._decode([0, *ends], ends)
         found = [texts[first] + texts[second] for first, second in pairs.tolist()]
         for name in found:
-            if not 0 < len(name) <= _LONGEST or (4 * len(name) > _LONGEST < len(name.encode())):
+            # a character has at most 4 bytes: only long names are encoded
+            may_be_long = 4 * len(name) > _LONGEST
+            if not name or (may_be_long and len(name.encode()) > _LONGEST):
                 raise CorruptCheckpointError(f"its column {column!r} has a name of {len(name)} characters")
         return found
 
@@ -127,7 +129,7 @@ def check_names(names: Collection[str]) -> None:
     """Raise ShardingError if the format cannot hold a name."""
     text, lengths = "".join(names), set(map(len, names))
     if text.isascii() and "\0" not in text and lengths <= set(range(1, _LONGEST + 1)):
-        return  # most are so, and one check of all takes a tenth of the time
+        return  # the usual case: one check of all names takes a tenth of the time
     for name in names:
         _check_name(name)
 

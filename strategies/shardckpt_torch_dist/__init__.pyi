@@ -2,7 +2,7 @@ from shardckpt_torch_dist.dcp import CheckpointStorageReader as CheckpointStorag
 from shardckpt_torch_dist.dcp import CheckpointStorageWriter as CheckpointStorageWriter
 from shardckpt_torch_dist.dialects import NestedState as NestedState
 from shardckpt_torch_dist.load import TorchDistLoadShardedStrategy as TorchDistLoadShardedStrategy
+from shardckpt_torch_dist.plan import RestValues as RestValues
 from shardckpt_torch_dist.plan import ShardedLoadPlanner as ShardedLoadPlanner
 from shardckpt_torch_dist.plan import ShardedSavePlanner as ShardedSavePlanner
-from shardckpt_torch_dist.plan import set_rest_value as set_rest_value
 from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy as TorchDistSaveShardedStrategy

@@ -10,7 +10,7 @@ import torch
 
 from shardckpt.archive.reader import Archive, load_bytes
 from shardckpt.archive.writer import make_frame, make_frame_of_length
-from shardckpt.errors import CorruptCheckpointError
+from shardckpt.errors import CannotLoadError, CorruptCheckpointError
 from shardckpt.tensors.memory import tensor_bytes
 from tests.tables import table
 
@@ -110,15 +110,19 @@ def test_a_cut_archive_is_an_error(cut: int) -> None:
 
 
 def test_a_compressed_archive_is_refused() -> None:
-    """Nothing is inflated: no zip bomb is opened."""
+    """Nothing is inflated: no zip bomb is opened. It is not called damaged, since torch.load reads it."""
     file = io.BytesIO()
     torch.save(torch.zeros(1000), file)
     packed = io.BytesIO()
     with zipfile.ZipFile(file) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as new:
         for name in old.namelist():
             new.writestr(name, old.read(name))
-    with pytest.raises(CorruptCheckpointError, match="compressed"):
+    with pytest.raises(CannotLoadError, match=r"^it is a zip archive that torch\.save did not write: .* is compressed"):
         load_bytes(packed.getvalue(), "it")
+    flipped = bytearray(file.getvalue())
+    flipped[flipped.index(b"PK\x01\x02") + 10] ^= 8  # the directory alone says that a member is compressed
+    with pytest.raises(CorruptCheckpointError, match="directory"):
+        load_bytes(bytes(flipped), "it")
 
 
 def test_four_gibibytes_need_zip64(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,17 @@ def _name(*classes: type) -> list[str]:
 
 
 STATE = {"a": Plan(), "b": [1, {"c": Job(parts=[Fraction(1, 2)])}], "d": Plan(4), "e": torch.ones(2)}
+
+
+def test_a_quantized_tensor_is_refused_without_advice_that_cannot_help() -> None:
+    """Whatever is allowed, it cannot be read: the error says what to save in its place."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch is about to remove them, and checkpoints stay
+        quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    with pytest.raises(UnsafePickleError, match=r"'x'\['q'\]: .*\n.*int_repr\(\), scale and zero point") as caught:
+        encode_object({"q": quantized}, "'x'", ())
+    assert "allow_globals" not in str(caught.value)
+    assert not caught.value.can_be_allowed
 
 
 def test_the_save_names_all_of_a_value() -> None:

@@ -57,6 +57,14 @@ def test_what_links_lead_to_is_counted_once(tmp_path: Path, capsys: pytest.Captu
     assert f"{sums}; 1 row of the same by another path" in out.splitlines()
 
 
+def test_a_link_to_a_hidden_folder_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``step-1 -> .step-1.v2`` is a checkpoint for ``ls`` of the folder above: nothing else lists what is hidden."""
+    _save(tmp_path / "runs" / ".step-1.v2")
+    (tmp_path / "runs" / "step-1").symlink_to(".step-1.v2")
+    main(["ls", str(tmp_path)])
+    assert "a folder of 1 checkpoint" in capsys.readouterr().out
+
+
 def test_links_are_not_counted_from_above(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``ls`` of the folder above counts each checkpoint once; what a link leads out to counts there."""
     for step in (1, 2):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,31 @@ def test_training_goes_on_from_it(name: str, tmp_path: Path) -> None:
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
+def _rename_state(folder: Path) -> None:
+    """Give the second moment and the count of steps other names, as RMSprop and an optimizer of one's own have them."""
+    for file in folder.rglob("exp_avg_sq.pt"):
+        file.rename(file.with_name("square_avg.pt"))
+    for file in folder.glob("*optim_states.pt"):  # its pickle needs DeepSpeed: the bytes are replaced
+        with zipfile.ZipFile(file) as archive:
+            members = {name: archive.read(name) for name in archive.namelist()}
+        with zipfile.ZipFile(file, "w") as archive:
+            for name, data in members.items():
+                archive.writestr(name, data.replace(b"exp_avg_sq", b"square_avg").replace(b"\0step", b"\0beta"))
+
+
+@table("name", NAMES)
+def test_moments_of_any_optimizer_are_read(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever an optimizer has for each element of a parameter is read, and a warning names its other values."""
+    shutil.copytree(GOLDEN / name, tmp_path / "zero")
+    _rename_state(tmp_path / "zero")
+    caplog.clear()
+    moments = {key: tensor for key, tensor in _expect(name).items() if key.endswith(".exp_avg_sq")}
+    with open_any(tmp_path / "zero") as checkpoint:
+        for key, tensor in moments.items():
+            assert checkpoint[key.replace("exp_avg_sq", "square_avg")][...].equal(tensor)
+    assert ("not read: 'beta'" in caplog.text) == (not name.startswith("universal"))
+
+
 def test_the_jobs_values_are_common_state(tmp_path: Path) -> None:
     """DeepSpeed's counts and the client state that the job passed are the common state of what is converted."""
     convert_checkpoint(GOLDEN / "zero2", tmp_path / "new", "safetensors")
@@ -160,6 +186,27 @@ def test_what_deepspeed_never_writes_is_an_error(entry: str, value: Any, tmp_pat
         convert_checkpoint(tmp_path / "zero", tmp_path / "new", "safetensors")
 
 
+@table(
+    "stored",
+    [
+        {"optimizer_state_dict": [1]},
+        {"optimizer_state_dict": {"state": [1]}},
+        {"optimizer_state_dict": {"state": {0: torch.ones(1)}}},
+        {"optimizer_state_dict": {"state": {0: {"step": 10**400}}}},
+        {"optimizer_state_dict": {"state": {0: {"step": torch.ones(1, dtype=torch.complex64)}}}},
+        {"param_groups": [{"step": "two"}]},
+    ],
+)
+def test_options_that_deepspeed_never_writes_are_an_error(stored: dict[str, Any], tmp_path: Path) -> None:
+    """Options of a universal checkpoint that are no dicts, or a count of steps that is none, are damage."""
+    shutil.copytree(GOLDEN / "universal-zero1", tmp_path / "zero")
+    for step in tmp_path.rglob("step.pt"):
+        step.unlink()
+    torch.save(stored, tmp_path / "zero" / "zero" / "optimizer_state.pt")
+    with pytest.raises(CorruptCheckpointError, match=r"optimizer_state\.pt|count of its steps"):
+        convert_checkpoint(tmp_path / "zero", tmp_path / "new", "safetensors")
+
+
 @pytest.mark.parametrize("name", ["zero2", "universal-zero1", "universal-zero3"])
 def test_it_is_read_from_a_store(name: str, tmp_path: Path) -> None:
     """ZeRO and universal checkpoints at a URL are opened, converted and verified like those in a directory."""
@@ -191,16 +238,17 @@ def test_a_missing_rank_is_an_error(name: str, tmp_path: Path) -> None:
 
 
 @table(
-    ("name", "what"),
+    ("source", "name", "what"),
     [
-        ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor parallelism.*ds_to_universal"),
-        ("layer_00-model_00-model_states.pt", "pipeline parallelism"),
-        ("layer_0_expert_1_mp_rank_00_model_states.pt", "expert parallelism"),
+        ("zero1", "zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor parallelism"),
+        ("universal-zero1", "mp_rank_01_model_states.pt", "tensor parallelism"),
+        ("zero1", "layer_00-model_00-model_states.pt", "pipeline parallelism"),
+        ("zero1", "layer_0_expert_1_mp_rank_00_model_states.pt", "expert parallelism"),
     ],
 )
-def test_what_is_not_read_is_refused_by_name(name: str, what: str, tmp_path: Path) -> None:
+def test_what_is_not_read_is_refused_by_name(source: str, name: str, what: str, tmp_path: Path) -> None:
     """A checkpoint of a job with tensor, pipeline or expert parallelism is refused, and the error says which."""
-    shutil.copytree(GOLDEN / "zero1", tmp_path / "zero")
+    shutil.copytree(GOLDEN / source, tmp_path / "zero")
     torch.save({}, tmp_path / "zero" / name)
     with pytest.raises(CannotLoadError, match=what):
         convert_checkpoint(tmp_path / "zero", tmp_path / "new", "safetensors")

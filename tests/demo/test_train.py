@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,9 +12,30 @@ from shardckpt.demo import train
 from shardckpt.demo.model import ByteTransformer, MixtureOfExperts, feed_forward
 from shardckpt.mapping import ShardedTensor
 from shardckpt.state_dict import build_copy, dict_list_map_outplace, nested_values
+from tests.demo.train import read_reports
+from tests.tables import table
 
 if TYPE_CHECKING:
     from tests.ranks import Ranks
+
+
+@table(("world_size", "options"), [(9, []), (3, ["--ep", "3"]), (4, ["--ep", "3"])])
+def test_ranks_that_cannot_share_the_work_are_refused(
+    world_size: int, options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More ranks than sequences, or ranks that experts cannot be split over, are one line before any rank waits."""
+    monkeypatch.setenv("WORLD_SIZE", f"{world_size}")
+    with pytest.raises(SystemExit, match=f"{world_size} ranks: "):
+        train.main(["--dir", "unused", *options])
+
+
+def _take_a_step(folder: str) -> int:
+    return len(read_reports(Path(folder), "--steps", "1", "--interval", "1"))
+
+
+def test_a_number_of_ranks_may_not_divide_the_sequences(ranks: Ranks, tmp_path: Path) -> None:
+    """Five ranks train, though they do not divide the sequences of a step."""
+    assert ranks.run(5, _take_a_step, str(tmp_path)) == [2] * 5
 
 
 def _shards(ep: int, key: str) -> tuple[tuple[int, ...], list[int]]:

@@ -146,9 +146,12 @@ def test_every_rank_needs_a_group_of_its_own(ranks: Ranks, checkpoint: str) -> N
 
 @backends.both_in_proof
 def test_arguments_are_checked(checkpoint: str) -> None:
-    """An unknown algorithm is refused with the names of the known ones."""
+    """An unknown algorithm is refused with the names of the known ones, and a round that has no bytes."""
     with pytest.raises(CheckpointingException, match="no exchange_algo 'ring': it is one of broadcast"):
         wrapped(checkpoint, exchange_algo="ring")
+    for given in (0, -5, "64MiB", None):
+        with pytest.raises(CheckpointingException, match=rf"round_bytes={given!r}: .* 1 or more"):
+            wrapped(checkpoint, round_bytes=given)
 
 
 def test_abilities_of_the_strategy_stay(checkpoint: str) -> None:

@@ -18,6 +18,6 @@ from shardckpt_torch_dist.plan.planned_save import plan_by as plan_by
 from shardckpt_torch_dist.plan.regions import ArchiveReader as ArchiveReader
 from shardckpt_torch_dist.plan.regions import build_own_archive as build_own_archive
 from shardckpt_torch_dist.plan.save_planner import ShardedSavePlanner as ShardedSavePlanner
-from shardckpt_torch_dist.plan.split import set_rest_value as set_rest_value
+from shardckpt_torch_dist.plan.split import RestValues as RestValues
 from shardckpt_torch_dist.plan.write_plan import WritePlan as WritePlan
 from shardckpt_torch_dist.plan.write_plan import append_archive as append_archive

@@ -27,7 +27,7 @@ from shardckpt.mapping import PlainObject, ShardedTensor
 from shardckpt.planning import Box, FlatPart, check_dtypes, check_shapes, part_view
 from shardckpt.state_dict import map_reduce
 from shardckpt.tensors import is_quantized, movable
-from shardckpt_torch_dist.plan.split import set_rest_value, split_shards
+from shardckpt_torch_dist.plan.split import RestValues, split_shards
 
 if TYPE_CHECKING:
     import io
@@ -81,7 +81,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         self._to_zero: list[torch.Tensor] = []
         self._staged: list[StagedDestination] = []
         self._stored: dict[str, Any] = {}
-        self._caller: dict[str, Any] = {}
+        self._rest = RestValues({})
 
     @contextmanager
     def allowing(self, allow_globals: Iterable[Any]) -> Iterator[None]:
@@ -109,10 +109,10 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         self._objects = map_reduce(wanted, lambda shard: shard.unique_key, lambda shard: shard, list)
         self._stored = metadata.state_dict_metadata if metadata is not None else {}
         super().set_up_planner(rest, metadata, is_coordinator)
-        self._caller = state_dict
+        self._rest = RestValues(state_dict)
         for key, path in self.mappings.items():
             if isinstance(self.state_dict.get(key), torch.Tensor):
-                set_rest_value(state_dict, path, self.state_dict[key])  # DCP has replaced meta tensors by real ones
+                self._rest.set(path, self.state_dict[key])  # DCP has replaced meta tensors by real ones
 
     def create_local_plan(self) -> LoadPlan:
         """Return this rank's plan, after a check that each requested element is stored once.
@@ -162,7 +162,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         shards = self._objects.get(key)
         loaded = decode_object(value.getvalue(), f"object {key!r}", self._allow_globals)
         if not shards:
-            set_rest_value(self._caller, self.mappings.get(key, (key,)), loaded)
+            self._rest.set(self.mappings.get(key, (key,)), loaded)
             return
         for shard in shards:  # Megatron stores a list of the objects that share the key
             shard.data = loaded[0] if isinstance(loaded, list) and loaded else loaded

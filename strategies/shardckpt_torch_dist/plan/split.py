@@ -9,7 +9,7 @@ from shardckpt.mapping import ShardedBase, ShardedObject, ShardedStateDict, Shar
 from shardckpt.state_dict import extract_matching_values, extract_sharded_base, nested_values
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 
 def split_shards(state_dict: ShardedStateDict) -> tuple[list[ShardedTensor], list[ShardedObject], dict[str, Any]]:
@@ -32,31 +32,53 @@ def split_shards(state_dict: ShardedStateDict) -> tuple[list[ShardedTensor], lis
     return tensors, objects, rest
 
 
-def set_rest_value(state_dict: ShardedStateDict, path: Sequence[Any], value: Any) -> None:
-    """Set a value of a state dict by its path in the rest that :func:`split_shards` returned; shards stay.
+class RestValues:
+    """The values of a state dict besides its shards, by their paths in the rest that :func:`split_shards` returned.
 
-    The path has keys as text, and indices, as DCP writes paths; an index counts the items of a list without its shards.
-    A new value that is a list with one item for each item of the old list that is not a shard replaces those items.
+    A path has the keys of dicts as text, and indices, as DCP writes paths; an index counts the items of a list without
+    its shards.
     """
-    node: Any = state_dict
-    for part in path[:-1]:
-        node = node[_resolve_key(node, part)]
-    last = _resolve_key(node, path[-1])
-    indices = _rest_indices(node[last]) if isinstance(node[last], list) else []
-    if isinstance(value, list) and len(indices) == len(value) < len(node[last]):
-        for index, part in zip(indices, value, strict=True):
-            node[last][index] = part
-    else:
-        node[last] = value
+
+    def __init__(self, state_dict: ShardedStateDict) -> None:
+        self._state_dict = state_dict
+        #: By the id of a dict or list: itself, so that it keeps its id, and its keys or indices by those of the rest.
+        self._keys: dict[int, tuple[Any, Mapping[Any, Any]]] = {}
+
+    def set(self, path: Sequence[Any], value: Any) -> None:
+        """Set the value at a path; shards stay.
+
+        It is a ShardingError if it replaces a list with shards, and has not one item for each of the others.
+        """
+        node: Any = self._state_dict
+        for part in path[:-1]:
+            node = node[self._find_key(node, part)]
+        last = self._find_key(node, path[-1])
+        node[last] = _replace_rest(node[last], value, path)
+
+    def _find_key(self, node: Any, part: Any) -> Any:
+        if id(node) not in self._keys:  # listed once: for each of many values that would take quadratic time
+            keys = enumerate(_list_rest_indices(node)) if isinstance(node, list) else ((str(key), key) for key in node)
+            self._keys[id(node)] = node, dict(keys)
+        return self._keys[id(node)][1].get(part, part)
 
 
-def _resolve_key(node: Any, part: Any) -> Any:
-    if isinstance(node, list):
-        return _rest_indices(node)[part]
-    return part if part in node else next(key for key in node if str(key) == part)
+def _replace_rest(old: Any, value: Any, path: Sequence[Any]) -> Any:
+    """Return a new value with the shards of the old one, which may be a list with shards in it."""
+    if not isinstance(old, list) or not any(isinstance(leaf, ShardedBase) for leaf in nested_values(old)):
+        return value
+    indices = _list_rest_indices(old)
+    if not isinstance(value, list) or len(value) != len(indices):
+        stored = f"a list of {len(value)}" if isinstance(value, list) else f"a {type(value).__name__}"
+        raise ShardingError(
+            f"{'.'.join(map(str, path))!r}: the checkpoint has {stored} for the {len(indices)} items of a list that "
+            "are not shards: give the list as many, or its shards under a key of their own"
+        )
+    for index, part in zip(indices, value, strict=True):
+        old[index] = _replace_rest(old[index], part, (*path, index))
+    return old
 
 
-def _rest_indices(values: list[Any]) -> list[int]:
-    """Return the indices of the items of a list that are not shards."""
+def _list_rest_indices(values: list[Any]) -> list[int]:
+    """Return the indices of the items of a list that are not shards, nor contain nothing else."""
     _, rest = extract_matching_values(values, lambda leaf: isinstance(leaf, ShardedBase), return_lists_as_dicts=True)
     return list(rest)
