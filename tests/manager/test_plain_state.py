@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from shardckpt.dist_checkpointing import load_common_state_dict
-from shardckpt.errors import KeyMismatchError, ShardingError
+from shardckpt.errors import KeyMismatchError, RankFailedError, ShardingError
 from shardckpt.maintenance import convert_checkpoint
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.mapping import ShardedTensor
@@ -137,6 +137,18 @@ def test_a_state_without_tensors_becomes_a_file_of_torch_save(tmp_path: Path) ->
     assert load_common_state_dict(tmp_path / "step-1").keys() == {"content_metadata"}
     convert_checkpoint(tmp_path / "step-1", tmp_path / "step-1.pt", "torch")
     assert torch.load(tmp_path / "step-1.pt")["schedule"] == {"last_epoch": 3}
+
+
+def test_a_state_that_contains_itself_is_named(tmp_path: Path) -> None:
+    """The error of a save says which of the states cannot be described."""
+    graph: dict[str, Any] = {"n": 1}
+    graph["self"] = graph
+    states = {"fine": Held({"n": 1}), "graph": Held(graph)}
+    with (
+        CheckpointManager(CheckpointConfig(folder=tmp_path, interval=1), states) as manager,
+        pytest.raises(RankFailedError, match="in the state 'graph'"),
+    ):
+        manager.save(1)
 
 
 def test_a_wrapped_optimizer_has_no_unused_keys(tmp_path: Path) -> None:
