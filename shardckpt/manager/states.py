@@ -187,10 +187,11 @@ class TrainingStates:
         plain = {name: _call(name, state.state_dict) for name, state in self._select(self.plain, names)}
         per_rank = self._select(self.per_rank, names)
         # before the forms: an error about a tensor names its key
-        tensors = {name: describe_tensors(name, state, self._replicated) for name, state in plain.items()}
+        tensors = {name: _call(name, describe_tensors, name, state, self._replicated) for name, state in plain.items()}
         described = {
             **self._describe_sharded(names, to_save=to_save, model_prefix=model_prefix, dequantize=dequantize),
-            **tensors,
+            # without the empty ones: each would be an entry of the common state, with the name of its form
+            **{name: found for name, found in tensors.items() if found},
             **{name: _call(name, state.describe, name, comm.rank, comm.world_size) for name, state in per_rank},
             FORMS: {name: describe_form(name, state, self._replicated) for name, state in plain.items()},
         }

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -256,6 +257,13 @@ def test_the_strategies_of_a_checkpoint_are_checked(tmp_path: Path) -> None:
     for verify in (validation.verify_checkpoint, validation.verify_checkpoint_and_load_strategy):
         with pytest.raises(CannotLoadError):
             verify(tmp_path)
+
+
+def test_metadata_json_has_no_field_of_ours(tmp_path: Path) -> None:
+    """Megatron makes its config of all fields of the file, and takes no other than its own."""
+    config = core.CheckpointingConfig("torch_dist", 1)
+    core.save_config(config, tmp_path)
+    assert json.loads((tmp_path / "metadata.json").read_text()) == asdict(config)
 
 
 def test_metadata_json_is_read_and_written(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
+from shardckpt.async_save import release_memory
 from shardckpt.compat.megatron import dist_checkpointing as dc
 from shardckpt.compat.megatron.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from shardckpt.compat.megatron.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
@@ -23,8 +24,11 @@ from shardckpt.compat.megatron.dist_checkpointing.strategies.torch import (
     TorchDistSaveShardedStrategy,
 )
 from shardckpt.errors import CheckpointingException, RankFailedError
+from tests.engine.plan_cache.saves import Plans
+from tests.tables import table
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.ranks import Ranks
@@ -117,6 +121,26 @@ def test_a_distribution_is_kept_while_it_is_right(ranks: Ranks, tmp_path: Path) 
     """It is the same object until the shards change, and then that of the new ones; else there is none."""
     expected = [["a", "b"], ["a", "b"], ["a", "b", "c"]]
     assert ranks.run(2, _changes, str(tmp_path / "c")) == [expected] * 2
+
+
+_STRATEGIES: dict[str, Callable[[], Any]] = {
+    "torch_dist": lambda: TorchDistSaveShardedStrategy("torch_dist", 1),
+    "safetensors": lambda: dc.serialization.get_default_save_sharded_strategy("safetensors", 1),
+}
+
+
+@table("name", [*_STRATEGIES])
+@table("wrap", [lambda strategy: strategy, FullyParallelSaveStrategyWrapper], ids=["alone", "fully parallel"])
+def test_equal_saves_are_planned_once(tmp_path: Path, name: str, wrap: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """By Megatron's names, too, saves of the same shards are planned once, and no warning says what to set."""
+    release_memory()
+    with Plans() as plans:
+        for step in range(3):
+            state = {"w": ShardedTensor.from_rank_offsets("w", torch.full((4,), float(step)))}
+            dc.save(state, str(tmp_path / str(step)), wrap(_STRATEGIES[name]()))
+    assert plans.count == 1
+    assert "caches_plan" not in caplog.text
+    assert dc.load_plain_tensors(str(tmp_path / "2"))["w"].tolist() == [2.0] * 4
 
 
 class _Refused(Exception):

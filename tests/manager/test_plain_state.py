@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from shardckpt.errors import KeyMismatchError, ShardingError
+from shardckpt.dist_checkpointing import load_common_state_dict
+from shardckpt.errors import KeyMismatchError, RankFailedError, ShardingError
+from shardckpt.maintenance import convert_checkpoint
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.mapping import ShardedTensor
 from tests.tables import table
@@ -122,6 +124,31 @@ def test_stock_dcp_finds_lists_and_tuples(tmp_path: Path) -> None:
     wanted = {"a": {"ranges": [], "pair": (), "mixed": [{"y": 0}, 0]}}
     dcp.load(wanted, checkpoint_id=tmp_path / "step-1", no_dist=True)
     assert wanted == {"a": state}
+
+
+def test_a_state_without_tensors_becomes_a_file_of_torch_save(tmp_path: Path) -> None:
+    """Its step has its values under its name, and no empty dict of tensors beside them, for which a file has no place.
+
+    A scheduler's state is such a one.
+    """
+    states = {"schedule": Held({"last_epoch": 3}), "average": Held({"w": torch.ones(2), "count": 4})}
+    with CheckpointManager(CheckpointConfig(folder=tmp_path, interval=1), states) as manager:
+        manager.save(1)
+    assert load_common_state_dict(tmp_path / "step-1").keys() == {"content_metadata"}
+    convert_checkpoint(tmp_path / "step-1", tmp_path / "step-1.pt", "torch")
+    assert torch.load(tmp_path / "step-1.pt")["schedule"] == {"last_epoch": 3}
+
+
+def test_a_state_that_contains_itself_is_named(tmp_path: Path) -> None:
+    """The error of a save says which of the states cannot be described."""
+    graph: dict[str, Any] = {"n": 1}
+    graph["self"] = graph
+    states = {"fine": Held({"n": 1}), "graph": Held(graph)}
+    with (
+        CheckpointManager(CheckpointConfig(folder=tmp_path, interval=1), states) as manager,
+        pytest.raises(RankFailedError, match="in the state 'graph'"),
+    ):
+        manager.save(1)
 
 
 def test_a_wrapped_optimizer_has_no_unused_keys(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -193,6 +194,7 @@ class TorchDistSaveShardedStrategy(
         use_cached_ckpt_structure: Megatron's trainer sets it. It changes nothing either.
     """
 
+    caches_plan = True
     cached_global_metadata: Metadata | None = None
     use_cached_ckpt_structure = False
 
@@ -261,10 +263,17 @@ def callable_with_path(strategy: Any) -> Any:
         return strategy.strategy
     if isinstance(strategy, LoadsByPath | SavesByPath | LoadShardedStrategy):
         return strategy
-    kind = type(strategy)
+    kind: Any = type(strategy)
     mixin = LoadsByPath if isinstance(strategy, LoadStrategy) else SavesByPath
-    by_path: Any = _MEGATRONS.get(kind) or type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
+    by_path: Any = _MEGATRONS.get(kind) or _derive(kind, mixin)
     # without __init__: its arguments are not known here, and it may have effects that must not happen twice
     copied = object.__new__(by_path)
     vars(copied).update(vars(strategy))
     return copied
+
+
+@functools.cache  # plans are cached by the class
+def _derive(kind: Any, mixin: Any) -> type[Any]:
+    """Return a class of the same name, with the mixin, and as the class itself with or without cached plans."""
+    own = {name: vars(kind)[name] for name in ("__module__", "caches_plan") if name in vars(kind)}
+    return type(kind.__name__, (mixin, kind), own)

@@ -45,7 +45,7 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: str | os.PathLike[s
         # left by an attempt that was interrupted
         (directory / _UNFINISHED).unlink(missing_ok=True)
     with CheckpointWriter(directory, 0) as writer:
-        writer.write(_UNFINISHED, Marker(**asdict(config)).model_dump_json().encode())
+        writer.write(_UNFINISHED, Marker(**asdict(config)).dump())
     with wrap_os_errors(f"rename {_UNFINISHED} to", directory / CONFIG_FNAME):
         os.rename(directory / _UNFINISHED, directory / CONFIG_FNAME)
     sync_directory(directory)

@@ -18,7 +18,7 @@ from shardckpt.planning.shard_copies import shard_id
 from shardckpt.state_dict import nested_values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from torch.distributed import ProcessGroup
 
@@ -56,8 +56,14 @@ class FullyParallelSaveStrategyWrapper(
             this rank's shards alone.
     """
 
+    caches_plan = True
     cached_distribution: ShardDistribution | None = None
     _adapt = staticmethod(adapt_saver)
+
+    @property
+    def plan_cache_key(self) -> Hashable | None:
+        """As of the base; None with ``do_cache_distribution``: by a cached plan no assignment would be noted."""
+        return None if self.keeps_distribution else super().plan_cache_key
 
     def note_assignment(self, assigned: Mapping[Any, Assignment], shards: Sequence[ShardedBase]) -> None:
         """Keep the assignment, if it is reused."""
