@@ -62,7 +62,7 @@ def test_an_empty_checkpoint() -> None:
 
 
 def test_older_releases_of_torch_can_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch pickles more fields of a tensor's properties, as 2.15 does, the bytes are those of torch before it."""
+    """Where torch pickles more fields of a tensor's properties, as 2.15 does, the bytes are those of older ones."""
     index = index_of(
         {"a": StoredTensor(torch.float32, (9,), {(0,): Chunk(Box((0,), (9,)), Item(FILE, 0, 600), 0, 9)})}, {}
     )
