@@ -144,8 +144,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, TensorProperties):
             # without the strides that torch 2.15 adds: older releases read five fields only, and newer ones both forms
-            make, arguments, state = obj.__reduce_ex__(_PROTOCOL)[:3]
-            return make, arguments, state[:_PROPERTIES]  # type: ignore[index]
+            reduced: Any = obj.__reduce_ex__(_PROTOCOL)
+            return *reduced[:2], reduced[2][:_PROPERTIES]
         return NotImplemented
 
 
