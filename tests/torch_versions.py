@@ -32,6 +32,7 @@ SELECTION = (
     "tests/ci/optimizer/test_resume.py",
     "tests/planning/test_placements.py",
     "tests/tensors",
+    "tests/testing/test_rank_threads.py",
     "tests/torch_dist/dcp",
 )
 TOOLS = ("numpy", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "xxhash>=3.0")
