@@ -57,8 +57,11 @@ class RestValues:
 
     def _find_key(self, node: Any, part: Any) -> Any:
         if id(node) not in self._keys:  # listed once: for each of many values that would take quadratic time
-            keys = enumerate(_list_rest_indices(node)) if isinstance(node, list) else ((str(key), key) for key in node)
-            self._keys[id(node)] = node, dict(keys)
+            if isinstance(node, list):
+                keys = dict(enumerate(_list_rest_indices(node)))
+            else:
+                keys = {str(key): key for key in node} | {key: key for key in node}  # of 1 and "1" the text is "1"
+            self._keys[id(node)] = node, keys
         return self._keys[id(node)][1].get(part, part)
 
 
