@@ -7,7 +7,6 @@ in groups of its own. The moments of the optimizer are cut as the parameters are
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import dataclass, field
 from itertools import chain
@@ -18,7 +17,7 @@ import torch
 from shardckpt.archive.lazy_reads import LazyReads, refuse_expanded
 from shardckpt.archive.lazy_tensors import LazyTensor
 from shardckpt.archive.writer import row_major_strides
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, format_many, listed
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, format_many
 from shardckpt.planning.boxes import Box, cut_flat_range
 
 if TYPE_CHECKING:
@@ -27,12 +26,10 @@ if TYPE_CHECKING:
     from shardckpt.archive.payload import StoredPayload
     from shardckpt.planning.boxes import Ints
 
-logger = logging.getLogger(__name__)
-
 #: As adapters.to_sharded_state_dict names a model and its optimizer, so that it loads converted checkpoints.
 MODEL, STATE, GROUPS = "model.", "optimizer.state.", "optimizer.param_groups."
-#: The moments of every Adam, whose rows must fit; other optimizers have others.
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+#: What is read of the optimizer: the moments of every Adam, and its count of steps.
+MOMENTS, STEP = ("exp_avg", "exp_avg_sq"), "step"
 #: Entries of a file of model states for DeepSpeed itself, and not for the job.
 _INTERNAL = {
     "module",
@@ -80,6 +77,7 @@ class Index:
             tensors.
         common: The job's other values.
         files: The files besides the files of the model and the partitions.
+        unread: The names of values of the optimizer that are not read.
     """
 
     tensors: dict[str, IndexedTensor] = field(default_factory=dict)
@@ -87,6 +85,7 @@ class Index:
     objects: dict[str, Any] = field(default_factory=dict)
     common: dict[str, Any] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
+    unread: set[str] = field(default_factory=set)
 
     def add_state(self, name: str, step: Any, options: Mapping[str, Any] | None) -> None:
         """Add the optimizer's count of steps and options of a parameter, as far as they are stored."""
@@ -196,7 +195,8 @@ def index_partitions(
     index, groups = Index(), models.groups
     if not groups:
         raise CorruptCheckpointError(f"{place}: its model_states.pt has no param_shapes, so that no parameter is found")
-    for kind in ("", *first.list_moments()):
+    index.unread.update(first.list_unread())
+    for kind in ("", *(moment for moment in MOMENTS if first.has(moment))):
         rows = [rank.list_rows(kind) for rank in ranks]
         if any(len(row) != len(rows[0]) or len(row) < len(groups) for row in rows):
             raise CorruptCheckpointError(
@@ -243,22 +243,14 @@ class _Partition:
         counts: list[Any] = found if isinstance(found, list) else [found]
         return max((count for count in counts if type(count) is int), default=None)
 
-    def list_moments(self) -> list[str]:
-        """Return the names of the values that the optimizer has for each element, such as ``exp_avg``.
+    def has(self, moment: str) -> bool:
+        """Return whether the optimizer has such a moment."""
+        return any(moment in group for group in self._moments.values())
 
-        A warning names its other values, which are not read; the count of steps is none of them.
-        """
-        moments, others = dict[str, None](), set[str]()
-        for row, (_, state) in zip(self.list_rows(""), sorted(self._moments.items()), strict=False):
-            for name, value in state.items():
-                is_by_element = isinstance(value, LazyTensor) and value.payload.shape == row.payload.shape
-                if is_by_element or name in _MOMENTS:
-                    moments[name] = None
-                elif value is not None and name != "step":
-                    others.add(repr(name))
-        if others:
-            logger.warning("%s: values of the optimizer are not read: %s", self._path, listed(sorted(others)))
-        return list(moments)
+    def list_unread(self) -> set[str]:
+        """Return the names of the optimizer's values that are not read, as those of other optimizers than Adam."""
+        values = (item for group in self._moments.values() for item in group.items())
+        return {str(name) for name, value in values if value is not None and name not in (*MOMENTS, STEP)}
 
     def list_rows(self, moment: str) -> list[StoredTensorFile]:
         """Return the flat tensor of each group: of a moment, or, for ``""``, of the weights."""
@@ -273,7 +265,7 @@ class _Partition:
 
     def get_step(self, group: int) -> Any:
         """Return the count of steps of a group; None if it has none."""
-        return read_step_count(self._moments.get(group, {}).get("step"), self._name, self._read)
+        return read_step_count(self._moments.get(group, {}).get(STEP), self._name, self._read)
 
     def get_options(self, group: int) -> dict[str, Any] | None:
         """Return the options of a group; None if they are not known."""

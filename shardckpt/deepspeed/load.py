@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from shardckpt.chunks.load import ChunkLoadStrategy, StoredChunk
 from shardckpt.deepspeed.index import ModelStates, StoredTensorFile, index_partitions
 from shardckpt.deepspeed.universal import index_universal
 from shardckpt.distributed.comm import Comm
+from shardckpt.errors import listed
 from shardckpt.mapping.sharded_object import PlainObject, ShardedObject
 from shardckpt.planning.boxes import Box
 from shardckpt.strategy import LoadContext, StoredFile, find_error
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from shardckpt.errors import CheckpointingException
     from shardckpt.mapping.base import StateDict
     from shardckpt.storage.reader import CheckpointReader
+
+logger = logging.getLogger(__name__)
 
 
 class DeepSpeedLoadStrategy(ChunkLoadStrategy):
@@ -68,8 +72,18 @@ class DeepSpeedLoadStrategy(ChunkLoadStrategy):
         return self._index(context).objects[shard.key]
 
     def load_common(self, context: LoadContext) -> StateDict:
-        """Return the job's other values: its counts of steps, its schedule, and its client state."""
-        return dict(self._index(context).common)
+        """Return the job's other values: its counts of steps, its schedule, and its client state.
+
+        A warning names the values of the optimizer that are not read.
+        """
+        index = self._index(context)
+        if index.unread:
+            logger.warning(
+                "%s: these values of the optimizer are not read, since only Adam's are: %s",
+                context.reader.directory,
+                listed(sorted(index.unread)),
+            )
+        return dict(index.common)
 
     def read_step(self, context: LoadContext) -> int | None:
         """Return the step of the training, by DeepSpeed's own count; None if it is not stored."""

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.deepspeed.files import UNIVERSAL
 from shardckpt.deepspeed.index import (
     MODEL,
+    MOMENTS,
     STATE,
+    STEP,
     Index,
     IndexedTensor,
     ModelStates,
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
     from shardckpt.planning.boxes import Ints
 
-_WEIGHT, _STEP, _VALUE = "fp32", "step", "param"
+_WEIGHT, _VALUE = "fp32", "param"
 #: The file with the options that are the same for all parameters.
 _OPTIONS = "optimizer_state.pt"
 
@@ -58,14 +60,15 @@ def index_universal(
         )
     steps: dict[str, Any] = {}
     for name, files in folders.items():
-        kinds = sorted(file.removesuffix(".pt") for file in files if file.endswith(".pt") and not file.startswith("."))
+        kinds = {file.removesuffix(".pt") for file in files if file.endswith(".pt") and not file.startswith(".")}
         if _WEIGHT not in kinds:
             raise CorruptCheckpointError(f"{place}/{UNIVERSAL}/{name} lacks {_WEIGHT}.pt")
-        for kind in kinds:
+        index.unread.update(kinds - {_WEIGHT, STEP, *MOMENTS})
+        for kind in (kind for kind in (_WEIGHT, STEP, *MOMENTS) if kind in kinds):
             file = f"{UNIVERSAL}/{name}/{kind}.pt"
             stored = describe(file)
             value = stored.get(_VALUE) if isinstance(stored, dict) else stored
-            if kind == _STEP:
+            if kind == STEP:
                 steps[name] = read_step_count(value, file, read)
                 index.files.append(file)
             else:
@@ -95,7 +98,7 @@ def _read_group_steps(
     found: dict[str, Any] = {}
     for number, group in enumerate(groups):
         values = check_dict(state.get(number) or {}, f"{file}: the state of group {number}")
-        found |= dict.fromkeys(group, read_step_count(values.get(_STEP), file, read))
+        found |= dict.fromkeys(group, read_step_count(values.get(STEP), file, read))
     return found
 
 

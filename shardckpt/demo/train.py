@@ -79,7 +79,9 @@ def train(options: argparse.Namespace, report: Callable[..., None] = print_line)
             report(loaded=step, state=state_digest(model, optimizer))
 
         while step < options.steps:
-            loss = model(batch(step).tensor_split(world_size)[rank])
+            sequences = batch(step).tensor_split(world_size)[rank]
+            # times its share: where the ranks do not divide the batch, some have a sequence more than others
+            loss = model(sequences) * (len(sequences) * world_size / BATCH)
             loss.backward()
             optimizer.step()
             schedule.step()  # before the save: a checkpoint is the state between two steps, with all of one step done

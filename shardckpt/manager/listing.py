@@ -264,19 +264,22 @@ def _summarize_file(path: Path) -> CheckpointSummary:
         error = exc if isinstance(exc, CheckpointingException) else StorageError(str(exc))
     if error is None:
         return replace(summary, state="whole")
-    if isinstance(error, UnsafePickleError) and error.refused and error.can_be_allowed:
-        rest = (
-            f"{name_call('convert', path, 'NEW', '--leave-out', 'NAME')}, of each entry that has some, writes the rest"
-        )
-        return replace(
-            summary,
-            is_refused=True,
-            reason=f"cannot be read here: it names {listed(error.refused, limit=3)}, and the command imports no "
-            f"classes; {UNPACK_MODULE.format(path=str(path), new='NEW.pt') if error.is_module else rest}",
-        )
+    if isinstance(error, UnsafePickleError) and error.refused and not error.runs_code:
+        return replace(summary, is_refused=True, reason=_describe_refusal(error, path, real))
     # A pickle that is no state dict, or that a load refuses, is no checkpoint to this package, and no fault of one.
     state: State = "damaged" if is_damage(error) else "other"
     return replace(summary, state=state, reason=_shorten(error, real))
+
+
+def _describe_refusal(error: UnsafePickleError, path: Path, real: Path) -> str:
+    """Return why a file that may be a checkpoint is not read, and what to do."""
+    if not error.can_be_allowed:
+        return _shorten(error, real)
+    rest = f"{name_call('convert', path, 'NEW', '--leave-out', 'NAME')}, of each entry that has some, writes the rest"
+    advice = UNPACK_MODULE.format(path=str(path), new="NEW.pt") if error.is_module else rest
+    return (
+        f"cannot be read here: it names {listed(error.refused, limit=3)}, and the command imports no classes; {advice}"
+    )
 
 
 def _inspect(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import torch
 
@@ -85,9 +85,10 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
         if not isinstance(strategy, LoadStrategy):
             raise PluginError(f"{type(self).__name__} wraps an instance of a load strategy, not {show_given(strategy)}")
         check_algorithm(exchange_algo, from_storage=True)
-        if not isinstance(round_bytes, int) or round_bytes < 1:  # type: ignore[redundant-expr]
+        if not isinstance(round_bytes, SupportsIndex) or round_bytes < 1:  # type: ignore[redundant-expr]
             raise CheckpointingException(
-                f"round_bytes={show_given(round_bytes)}: it is a number of bytes, 1 or more, {ROUND_BYTES} by default"
+                f"round_bytes={show_given(round_bytes)}: it is a whole number of bytes, 1 or more, {ROUND_BYTES} by "
+                "default"
             )
         self._strategy = strategy
         self._group = parallelization_group if group is None else group

@@ -45,14 +45,15 @@ class RestValues:
         self._keys: dict[int, tuple[Any, Mapping[Any, Any]]] = {}
 
     def set(self, path: Sequence[Any], value: Any) -> None:
-        """Set the value at a path; shards stay.
+        """Set the value at a path; the shards of a list stay, and its other items become those of the value.
 
-        It is a ShardingError if it replaces a list with shards, and has not one item for each of the others.
+        A value that is no list in the place of a list with shards is a ShardingError.
         """
         node: Any = self._state_dict
         for part in path[:-1]:
             node = node[self._find_key(node, part)]
         last = self._find_key(node, path[-1])
+        self._keys.pop(id(node[last]), None)  # its other items may be more or fewer
         node[last] = _replace_rest(node[last], value, path)
 
     def _find_key(self, node: Any, part: Any) -> Any:
@@ -69,15 +70,17 @@ def _replace_rest(old: Any, value: Any, path: Sequence[Any]) -> Any:
     """Return a new value with the shards of the old one, which may be a list with shards in it."""
     if not isinstance(old, list) or not any(isinstance(leaf, ShardedBase) for leaf in nested_values(old)):
         return value
-    indices = _list_rest_indices(old)
-    if not isinstance(value, list) or len(value) != len(indices):
-        stored = f"a list of {len(value)}" if isinstance(value, list) else f"a {type(value).__name__}"
+    if not isinstance(value, list):
         raise ShardingError(
-            f"{'.'.join(map(str, path))!r}: the checkpoint has {stored} for the {len(indices)} items of a list that "
-            "are not shards: give the list as many, or its shards under a key of their own"
+            f"{'.'.join(map(str, path))!r}: the checkpoint has a {type(value).__name__} for a list with shards: give "
+            "these a key of their own"
         )
-    for index, part in zip(indices, value, strict=True):
+    indices = _list_rest_indices(old)
+    for index, part in zip(indices, value, strict=False):
         old[index] = _replace_rest(old[index], part, (*path, index))
+    for index in reversed(indices[len(value) :]):
+        del old[index]
+    old.extend(value[len(indices) :])
     return old
 
 

@@ -46,7 +46,7 @@ def test_a_list_is_looked_through_once_however_many_values_it_has(
 
 @table("nested", [False, True])
 def test_shards_stay_in_a_list_whose_other_items_are_loaded(tmp_path: Path, nested: bool) -> None:
-    """A stored list replaces the items of a list that are no shards, or is refused if it has not as many."""
+    """A stored list, of any length, replaces the items of a list that are no shards; what is no list is refused."""
 
     def wrap(*items: Any) -> dict[str, Any]:
         return {"list": [[*items]] if nested else [*items]}
@@ -56,5 +56,7 @@ def test_shards_stay_in_a_list_whose_other_items_are_loaded(tmp_path: Path, nest
     assert loaded == wrap(shard, 5, 6)
     assert shard.data is not None
     assert shard.data.tolist() == [1, 1]
-    with pytest.raises(CheckpointException, match=r"'list(\.0)?': the checkpoint has a list of 1 for the 2 items"):
-        _load(tmp_path / "b", wrap(_shard(1), 5), wrap(_shard(0), 0, 0))
+    assert _load(tmp_path / "b", wrap(_shard(1), 5), wrap(shard, 0, 0)) == wrap(shard, 5)
+    assert _load(tmp_path / "c", wrap(_shard(1), 5, 6, 7), wrap(shard, 0)) == wrap(shard, 5, 6, 7)
+    with pytest.raises(CheckpointException, match=r"'list(\.0)?': the checkpoint has a int for a list with shards"):
+        _load(tmp_path / "d", {**wrap(5), "a": _shard(1)} if nested else {"list": 5}, wrap(_shard(0), 0))
