@@ -7,7 +7,7 @@ Only dict and list are containers; everything else, tuples included, is a leaf. 
 from __future__ import annotations
 
 import copy
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -475,17 +475,12 @@ def of_type(original: Any, content: Any) -> Any:
     return result
 
 
-def of_collection(original: dict[Any, Any], content: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the content as a Counter or a defaultdict if the original is one: MultiStepLR needs its Counter.
+def keep_counter(original: dict[Any, Any], content: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the content as a Counter if the original is one, which the state of MultiStepLR needs.
 
-    Of any other class, such as the OrderedDict of a module's state dict, it stays a dict; so does a defaultdict whose
-    factory is no builtin class, which no format stores.
+    Of any other class, such as the OrderedDict of a module's state dict, it stays a dict.
     """
-    is_kept = isinstance(original, Counter) or (
-        isinstance(original, defaultdict)
-        and getattr(original.default_factory, "__module__", "builtins") == "builtins"  # None has no module
-    )
-    return of_type(original, content) if is_kept else content
+    return of_type(original, content) if type(original) is Counter else content
 
 
 def _children(x: Any) -> dict[Any, Any] | None:

@@ -16,7 +16,7 @@ from shardckpt.errors import ShardingError
 from shardckpt.mapping.factory import ShardedTensorFactory
 from shardckpt.mapping.sharded_object import PlainObject, ShardedObject
 from shardckpt.mapping.sharded_tensor import ShardedTensor
-from shardckpt.state_dict import of_collection
+from shardckpt.state_dict import keep_counter
 from shardckpt.tensors.memory import ORDINARY, overlaps_itself
 from shardckpt.tensors.torch_private import is_sharded_tensor
 
@@ -32,7 +32,7 @@ def describe_tree(value: Any, key: str, replicated: Replicated, *, objects: bool
     """
     if isinstance(value, dict):
         parts = {k: describe_tree(v, f"{key}.{k}", replicated, objects=objects, cache=cache) for k, v in value.items()}
-        return of_collection(value, parts)
+        return keep_counter(value, parts)
     if isinstance(value, list):
         return [describe_tree(v, f"{key}.{i}", replicated, objects=objects, cache=cache) for i, v in enumerate(value)]
     if objects or isinstance(value, torch.Tensor):

@@ -193,18 +193,20 @@ class HuggingFaceLoadStrategy(ChunkLoadStrategy):
     def _fit_links(self, shard: ShardedTensor) -> tuple[Sequence[KeyMapEntry], BoxFinder]:
         """Return the key map entries of a shard, and the finder of their boxes.
 
-        They have all elements of its tensor; with allow_shape_mismatch, those that the stored shape has, too. They are
-        the same for all shards of a tensor, of which a model with hundreds of experts has as many as entries.
+        They have all elements of its tensor, but of a part of the model, and with allow_shape_mismatch. They are the
+        same for all shards of a tensor, of which a model with hundreds of experts has as many as entries.
         """
         at = shard.key, shard.allow_shape_mismatch
         if at not in self._fitted:
             links = self._links_at_stored_shape(shard)
             boxes = [link.box for link in links]
-            hole = None if shard.allow_shape_mismatch else find_hole(tuple(shard.global_shape), boxes)
+            may_lack = shard.allow_shape_mismatch or self.is_partial
+            hole = None if may_lack else find_hole(tuple(shard.global_shape), boxes)
             if hole is not None:
                 raise ShardingError(
                     f"the mapping gives no tensor of the folder for the elements {hole} of {shard.key!r} of shape "
-                    f"{tuple(shard.global_shape)}: its entries must have all of them"
+                    f"{tuple(shard.global_shape)}: its entries must have all of them, or the "
+                    "ShardedTensor allow_shape_mismatch, by which the rest is zero"
                 )
             self._fitted[at] = links, BoxFinder(boxes)
         return self._fitted[at]

@@ -12,7 +12,7 @@ import torch
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed
 from shardckpt.manifest.names import CONTENT
 from shardckpt.mapping.sharded_object import ShardedObject
-from shardckpt.state_dict import of_collection
+from shardckpt.state_dict import keep_counter
 from shardckpt.strategy import NestsState
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ def make_state_dict(common: StateDict, values: StateDict, source: Path) -> State
     if twice := sorted(values.keys() & common.keys()):
         raise CheckpointingException(
             f"{source} has both a tensor or object and an entry of the common state of these names, for which a plain "
-            f"state dict has one place: {listed(twice)}. dist_checkpointing.load loads both; to convert it, leave the "
-            "name out (--leave-out), or convert to another format"
+            f"state dict has one place: {listed(twice)}. dist_checkpointing.load loads both, and a prefix or "
+            "load_plain_tensors the tensors alone; a conversion to another format keeps both"
         )
     return {**common, **values}
 
@@ -84,7 +84,7 @@ def _replace_tensors(value: Any, key: str) -> Any:
     """Return nested dicts and lists with every tensor replaced by its key."""
     if isinstance(value, dict):
         keys = {name: f"{key}.{name}" if key else f"{name}" for name in value}
-        return of_collection(value, {name: _replace_tensors(inner, keys[name]) for name, inner in value.items()})
+        return keep_counter(value, {name: _replace_tensors(inner, keys[name]) for name, inner in value.items()})
     if isinstance(value, list):
         return [_replace_tensors(inner, f"{key}.{number}") for number, inner in enumerate(value)]
     return {_TENSOR: key} if isinstance(value, torch.Tensor) else value
@@ -100,5 +100,5 @@ def _insert_tensors(structure: Any, values: dict[str, Any]) -> Any:
             )
         return values[key]
     if isinstance(structure, dict):
-        return of_collection(structure, {name: _insert_tensors(inner, values) for name, inner in structure.items()})
+        return keep_counter(structure, {name: _insert_tensors(inner, values) for name, inner in structure.items()})
     return [_insert_tensors(inner, values) for inner in structure] if isinstance(structure, list) else structure

@@ -27,8 +27,6 @@ _LEGACY, _LEGACY_AT = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", 2
 _OLD_PICKLES = 5
 #: Lengths of name and extra field in the header of a zip member, and the bytes of the header without them.
 _NAME_LENGTHS, _HEADER_BYTES = struct.Struct("<26xHH"), 30
-#: Limit on the values of a file: this many, and more for each byte; and on the levels of its dicts and lists.
-_FREE_VALUES, _VALUES_PER_BYTE, _MOST_LEVELS = 1 << 16, 8, 200
 _REFUSAL = re.compile(r"WeightsUnpickler error: .*|.*[Uu]nsupported.*")
 
 
@@ -69,27 +67,7 @@ def read_torch_file(path: Path) -> dict[Any, Any]:
         raise CorruptCheckpointError(f"{path} is damaged: {exc}") from exc
     if not isinstance(state_dict, dict):
         raise CheckpointingException(f"{path} holds a {type(state_dict).__name__}, not a state dict")
-    refuse_repetition(state_dict, path.stat().st_size, path)
     return state_dict
-
-
-def refuse_repetition(state_dict: dict[Any, Any], size: int, path: Path) -> None:
-    """Raise CorruptCheckpointError if a state dict has more values, or more levels, than a file of ``size`` bytes may.
-
-    A pickle can name one list any number of times: 60 lists, each with the one before twice, have 2^60 values.
-    """
-    left = _FREE_VALUES + _VALUES_PER_BYTE * size
-    level: list[Any] = [state_dict]
-    depth = 0
-    while level:
-        left, depth = left - sum(map(len, level)), depth + 1
-        if left < 0 or depth > _MOST_LEVELS:
-            raise CorruptCheckpointError(
-                f"{path} is damaged: its pickle repeats its own parts too often, or a container in it holds itself or "
-                f"is deeper than {_MOST_LEVELS} levels"
-            )
-        parts = (part for each in level for part in (each.values() if isinstance(each, dict) else each))
-        level = [part for part in parts if isinstance(part, (dict, list))]
 
 
 def _check_cost(path: Path, kind: bytes) -> None:

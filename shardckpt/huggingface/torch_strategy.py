@@ -17,11 +17,11 @@ from shardckpt.errors import CheckpointingException, CorruptCheckpointError, Sha
 from shardckpt.huggingface.folder import read_index
 from shardckpt.huggingface.names import BIN, file_names, index_name
 from shardckpt.huggingface.structure import make_structure
-from shardckpt.huggingface.torch_file import is_archive, read_torch_file, refuse_repetition
+from shardckpt.huggingface.torch_file import is_archive, read_torch_file
 from shardckpt.manifest.names import CONTENT
 from shardckpt.mapping.sharded_object import PlainObject
 from shardckpt.planning.boxes import Box
-from shardckpt.state_dict import extract_matching_values, list_dcp_values, of_collection
+from shardckpt.state_dict import extract_matching_values, keep_counter, list_dcp_values
 from shardckpt.strategy import LoadContext, StoredFile, find_error
 from shardckpt.tensors.wrappers import copy_values
 
@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     from shardckpt.chunks.load import ChunkRead
     from shardckpt.mapping.base import StateDict
     from shardckpt.storage.reader import CheckpointReader
+
+#: Limit on the values of a file: this many, and more for each byte. A pickle can name one list any number of times.
+_FREE_VALUES, _VALUES_PER_BYTE = 1 << 16, 8
+#: Classes of values that several files of a model may have under one name, if they are equal.
+_PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -111,17 +116,10 @@ class TorchFileLoadStrategy(ChunkLoadStrategy):
         return {file: find_error(check, file) for file in self._files}
 
     def _state_dict(self, context: LoadContext) -> dict[Any, Any]:
-        """Return the state dict of all files. Two with one name are a CorruptCheckpointError: one would be lost."""
+        """Return the state dict of all files, with the dicts of one name joined."""
         found: dict[Any, Any] = {}
         for file in self._files:
-            state_dict = self._content(context, file).state_dict
-            if twice := found.keys() & state_dict.keys():
-                raise CorruptCheckpointError(
-                    f"{context.reader.directory / file} and another file of the index both have "
-                    f"{listed([*map(repr, twice)])}: save the model with each tensor under a name of its own, without "
-                    "dicts in dicts, and without other values"
-                )
-            found |= state_dict
+            found = _join(found, self._content(context, file).state_dict, f"{context.reader.directory / file}: ")
         return found
 
     def _content(self, context: LoadContext, file: str) -> _Content:
@@ -136,34 +134,57 @@ class TorchFileLoadStrategy(ChunkLoadStrategy):
         return content
 
 
+def _join(first: dict[Any, Any], second: dict[Any, Any], where: str) -> dict[Any, Any]:
+    """Return a dict with the entries of both; two values of one name that differ are an error: one would be lost."""
+    joined = {**first, **second}
+    for name in first.keys() & second.keys():
+        one, other = first[name], second[name]
+        if isinstance(one, dict) and isinstance(other, dict):
+            joined[name] = _join(one, other, f"{where}{name}.")
+        elif type(one) not in _PLAIN or type(one) is not type(other) or one != other:
+            raise CheckpointingException(
+                f"{where}{name} is another value in an earlier file of the index: save the model with each tensor "
+                "under a name of its own, and without other values"
+            )
+    return joined
+
+
 def _read_content(reader: CheckpointReader, file: str, allow_globals: tuple[Any, ...]) -> _Content:
-    path = reader.directory / file
+    path, size = reader.directory / file, reader.size(file)
     if is_archive(reader, file):
         found = Archive.of_file(reader, file).describe(allow_globals)
         if not isinstance(found, dict):
             what = "tensor" if isinstance(found, LazyTensor) else type(found).__name__
             raise CheckpointingException(f"{path} holds a {what}, not a state dict")
-        refuse_repetition(found, reader.size(file), path)
     else:
         found = read_torch_file(path)
-    walker = _Walker(reader, file)
-    return _Content(walker.describe(found, ""), walker.tensors)
+    walker = _Walker(reader, file, _FREE_VALUES + _VALUES_PER_BYTE * size)
+    try:
+        return _Content(walker.describe(found, ""), walker.tensors)
+    except RecursionError as exc:
+        raise CorruptCheckpointError(
+            f"{path} is damaged: a container in it holds itself, or is nested too deep"
+        ) from exc
 
 
 class _Walker:
     """Locates the tensors of a nested state dict, and puts tensors of the meta device in their places."""
 
-    def __init__(self, reader: CheckpointReader, file: str) -> None:
+    def __init__(self, reader: CheckpointReader, file: str, most: int) -> None:
         self._reader = reader
         self._file = file
+        self._left = most
         self._reads = LazyReads(self._read)
         self.tensors: dict[str, StoredPayload | torch.Tensor] = {}
 
     def describe(self, value: Any, key: str) -> Any:
         """Return nested dicts and lists with tensors of the meta device; any other container keeps its tensors."""
+        self._left -= 1
+        if self._left < 0:
+            raise CorruptCheckpointError(f"{self._name}: its pickle repeats its own parts too often")
         if isinstance(value, dict):
             parts = {name: self.describe(part, f"{key}.{name}" if key else f"{name}") for name, part in value.items()}
-            return of_collection(value, parts)
+            return keep_counter(value, parts)
         if isinstance(value, list):
             return [self.describe(inner, f"{key}.{number}") for number, inner in enumerate(value)]
         if not isinstance(value, (LazyTensor, torch.Tensor)):

@@ -163,7 +163,7 @@ class ShardedTensor(ShardedBase):
                 or _data_fault(self)
                 or _scales_fault(self)
             )
-        except TypeError as exc:
+        except (TypeError, AttributeError) as exc:
             fault = f"a shape, the offset or another field is of another type than the class says ({exc})"
         if fault:
             raise ShardingError(f"ShardedTensor {self.key!r}: {fault} in {self!r}")
@@ -263,7 +263,7 @@ class ShardedTensor(ShardedBase):
 
         Args:
             dim: Axis of the local tensor; a negative one counts from the last.
-            start: First local index kept.
+            start: First local index kept; a negative one counts from the end.
             length: Number of local indices kept.
 
         Returns:
@@ -275,9 +275,12 @@ class ShardedTensor(ShardedBase):
         if self.axis_fragmentations is None or self.flattened_range is not None:
             raise ShardingError(f"ShardedTensor {self.key!r}: narrow needs a regular grid and no flattened_range")
         axes = len(self.local_shape)
+        given = start
+        if start < 0 and -axes <= dim < axes:
+            start += self.local_shape[dim]
         if not -axes <= dim < axes or not 0 <= start <= start + length <= self.local_shape[dim]:
             raise ShardingError(
-                f"ShardedTensor {self.key!r}: narrow({dim}, {start}, {length}) keeps indices that the local shape "
+                f"ShardedTensor {self.key!r}: narrow({dim}, {given}, {length}) keeps indices that the local shape "
                 f"{tuple(self.local_shape)} does not have"
             )
         dim %= axes

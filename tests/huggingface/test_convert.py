@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, OrderedDict
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -82,18 +81,6 @@ def test_any_checkpoint_is_a_plain_state_dict(tmp_path: Path) -> None:
     plain = dcp_to_torch_state_dict(tmp_path / "dcp")
     assert plain["a"]["b"].tolist() == [1, 1, 1]
     assert plain["n"] == 4
-
-
-@table(("levels", "copies"), [(60, 2), (12, 2), (250, 1)])
-def test_a_file_that_repeats_its_parts_is_refused(tmp_path: Path, levels: int, copies: int) -> None:
-    """Lists that each hold the one before twice, or that are very deep, are an error, and not endless work."""
-    values: list[Any] = [0] * 100
-    for _ in range(levels):
-        values = [values] * copies
-    torch.save({"values": values}, tmp_path / "a.pt")
-    for read in (torch_save_to_dcp, partial(convert_checkpoint, to="dcp")):
-        with pytest.raises(CorruptCheckpointError, match=r"a\.pt is damaged: its pickle repeats its own parts"):
-            read(tmp_path / "a.pt", tmp_path / "c")
 
 
 @table("key", ["lost", 7, ["w"]])

@@ -184,16 +184,21 @@ def test_tensors_in_objects_that_the_user_allows_are_read(tmp_path: Path) -> Non
     assert all(value.equal(tensor) for value in found)
 
 
-def test_files_of_one_model_that_share_a_name_are_refused(tmp_path: Path) -> None:
-    """Of a dict that two files of an index both have, the tensors of one were lost: it is an error by its name."""
+def test_files_of_one_model_may_share_a_dict(tmp_path: Path) -> None:
+    """Dicts of one name in two files of an index are joined; two values that differ are an error by their name."""
     folder = tmp_path / "hub"
     folder.mkdir()
     for name in "ab":
-        torch.save({"model": {name: torch.ones(1)}}, folder / f"{name}.bin")
+        torch.save({"model": {name: torch.ones(1)}, "format": "pt"}, folder / f"{name}.bin")
     index = {"weight_map": {f"model.{name}": f"{name}.bin" for name in "ab"}}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    with pytest.raises(CorruptCheckpointError, match=r"b\.bin and another file of the index both have 'model'"):
-        convert_checkpoint(folder, tmp_path / "new", "dcp")
+    convert_checkpoint(folder, tmp_path / "new", "dcp")
+    convert_checkpoint(tmp_path / "new", tmp_path / "new.pt", "torch")
+    state_dict = torch.load(tmp_path / "new.pt")
+    assert (state_dict["model"].keys(), state_dict["format"]) == ({"a", "b"}, "pt")
+    torch.save({"model": {"b": torch.ones(1)}, "format": "tf"}, folder / "b.bin")
+    with pytest.raises(CheckpointingException, match=r"b\.bin: format is another value in an earlier file"):
+        convert_checkpoint(folder, tmp_path / "other", "dcp")
 
 
 def test_tuples_that_hold_one_twice_are_visited_once(tmp_path: Path) -> None:

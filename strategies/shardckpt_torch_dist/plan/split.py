@@ -72,8 +72,8 @@ def _replace_rest(old: Any, value: Any, path: Sequence[Any]) -> Any:
         return value
     if not isinstance(value, list):
         raise ShardingError(
-            f"{'.'.join(map(str, path))!r}: the checkpoint has a {type(value).__name__} for a list with shards: give "
-            "these a key of their own"
+            f"{'.'.join(map(str, path))!r}: the checkpoint has a value of type {type(value).__name__} for a list "
+            "with shards: give these a key of their own"
         )
     indices = _list_rest_indices(old)
     for index, part in zip(indices, value, strict=False):
