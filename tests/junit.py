@@ -30,10 +30,13 @@ def read_results(path: Path, root: Path = Path()) -> dict[str, Result]:
 
 
 def _find_file(module: str, root: Path) -> list[str]:
-    """Split what pytest calls the class of a test, with its module, into the file and the class."""
-    parts = module.split(".")
+    """Split what pytest calls the class of a test, with its module, into the file and the class.
+
+    A file that could not be collected has no class: it is named instead of a test.
+    """
+    parts = module.split(".") if module else []
     for end in range(len(parts), 0, -1):
         file = Path(*parts[:end]).with_suffix(".py")
         if (root / file).exists():
             return [str(file), *parts[end:]]
-    return [module]
+    return [module] if module else []

@@ -16,6 +16,7 @@ REPORT = """<testsuites><testsuite>
 <testcase classname="a" name="bad"><failure/></testcase>
 <testcase classname="a" name="broken"><error/></testcase>
 <testcase classname="a" name="left_out"><skipped/></testcase>
+<testcase classname="" name="tests.not_collected"><error/></testcase>
 </testsuite></testsuites>"""
 
 
@@ -60,8 +61,8 @@ def test_a_row_takes_the_place_of_the_one_for_the_same_releases() -> None:
 def test_results_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Failures and errors count as failed, and are named; a run without results is no row."""
     (tmp_path / "results.xml").write_text(REPORT)
-    assert count_tests(tmp_path / "results.xml") == (1, 2, 1)
-    assert capsys.readouterr().err == "failed: a::bad\nfailed: a::broken\n"
+    assert count_tests(tmp_path / "results.xml") == (1, 3, 1)
+    assert capsys.readouterr().err == "failed: a::bad\nfailed: a::broken\nfailed: tests.not_collected\n"
     with pytest.raises(SystemExit, match="no results"):
         count_tests(tmp_path / "none.xml")
 
