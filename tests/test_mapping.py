@@ -112,7 +112,7 @@ def test_narrow_moves_every_rank_alike() -> None:
 
 
 def test_narrow_takes_an_axis_from_the_end() -> None:
-    """A negative axis or start counts from the end of the local tensor, as torch has it, whatever axes are prepended."""
+    """A negative axis or start counts from the end of the local tensor, whatever axes are prepended."""
     shard = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2), (0, 1, 2), prepend_axis_num=1)
     assert repr(shard.narrow(-1, 0, 1)) == repr(shard.narrow(1, 0, 1))
     assert repr(shard.narrow(1, -1, 1)) == repr(shard.narrow(1, 1, 1))

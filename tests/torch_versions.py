@@ -35,7 +35,15 @@ SELECTION = (
     "tests/testing/test_rank_threads.py",
     "tests/torch_dist/dcp",
 )
-TOOLS = ("numpy", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "torchao>=0.18", "xxhash>=3.0")
+TOOLS = (
+    "numpy",
+    "pytest>=8",
+    "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6",
+    "hypothesis>=6.100",
+    "torchao>=0.18",
+    "xxhash>=3.0",
+)
 COLUMNS = ("torch", "Python", "demo", "passed", "failed", "skipped")
 INSTALL_LIMIT, DEMO_LIMIT, TESTS_LIMIT = 1800, 400, 1800  # seconds
 

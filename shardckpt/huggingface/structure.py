@@ -40,11 +40,12 @@ def make_state_dict(common: StateDict, values: StateDict, source: Path) -> State
     if structure is not None:
         found: StateDict = _insert_tensors(structure, values)
         return found
-    if twice := sorted(values.keys() & common.keys()):
+    # an empty dict is none: the manager's steps of before have one beside each state without tensors
+    if twice := sorted(name for name in values.keys() & common.keys() if common[name] != {}):
         raise CheckpointingException(
             f"{source} has both a tensor or object and an entry of the common state of these names, for which a plain "
-            f"state dict has one place: {listed(twice)}. dist_checkpointing.load loads both, and a prefix or "
-            "load_plain_tensors the tensors alone; a conversion to another format keeps both"
+            f"state dict has one place: {listed(twice)}. dist_checkpointing.load loads both, a conversion "
+            "to another format keeps both, and one with --leave-out or a prefix neither"
         )
     return {**common, **values}
 

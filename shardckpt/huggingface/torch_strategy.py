@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 #: Limit on the values of a file: this many, and more for each byte. A pickle can name one list any number of times.
 _FREE_VALUES, _VALUES_PER_BYTE = 1 << 16, 8
 #: Classes of values that several files of a model may have under one name, if they are equal.
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, type(None))
 
 
 @dataclass(frozen=True)
@@ -141,12 +141,20 @@ def _join(first: dict[Any, Any], second: dict[Any, Any], where: str) -> dict[Any
         one, other = first[name], second[name]
         if isinstance(one, dict) and isinstance(other, dict):
             joined[name] = _join(one, other, f"{where}{name}.")
-        elif type(one) not in _PLAIN or type(one) is not type(other) or one != other:
+        elif not _are_same(one, other):
             raise CheckpointingException(
                 f"{where}{name} is another value in an earlier file of the index: save the model with each tensor "
                 "under a name of its own, and without other values"
             )
     return joined
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    """Return whether two values are equal and have no tensors, which lie in a file each."""
+    if type(one) is type(other) and isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_are_same, one, other))
+    is_nan = one is not None and one != one and other != other  # noqa: PLR0124
+    return type(one) in _PLAIN and type(one) is type(other) and bool(is_nan or one == other)
 
 
 def _read_content(reader: CheckpointReader, file: str, allow_globals: tuple[Any, ...]) -> _Content:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from shardckpt import settings
 from shardckpt.distributed.comm import Comm
@@ -234,7 +234,7 @@ class CheckpointManager:
             in_background = self.config.async_mode is not AsyncMode.DISABLED and not last_step
             with limit_attempts() if in_background else nullcontext():  # also what commits the save before this one
                 # other ranks may give False: rank == 0 and {"loss": loss}
-                given = {} if metrics is None or cast("object", metrics) is False else metrics
+                given = metrics or {}
                 return self._save_if_due(self._writer, step, force, last_step=last_step, metrics=given)
 
     def _save_if_due(

@@ -4,6 +4,7 @@ import argparse
 import enum
 import io
 import json
+import math
 import types
 import zipfile
 from collections import Counter, OrderedDict, deque
@@ -189,7 +190,9 @@ def test_files_of_one_model_may_share_a_dict(tmp_path: Path) -> None:
     folder = tmp_path / "hub"
     folder.mkdir()
     for name in "ab":
-        torch.save({"model": {name: torch.ones(1)}, "format": "pt"}, folder / f"{name}.bin")
+        torch.save(
+            {"model": {name: torch.ones(1)}, "format": "pt", "sizes": [1, (2, math.nan)]}, folder / f"{name}.bin"
+        )
     index = {"weight_map": {f"model.{name}": f"{name}.bin" for name in "ab"}}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     convert_checkpoint(folder, tmp_path / "new", "dcp")

@@ -68,20 +68,24 @@ class RestValues:
 
 def _replace_rest(old: Any, value: Any, path: Sequence[Any]) -> Any:
     """Return a new value with the shards of the old one, which may be a list with shards in it."""
-    if not isinstance(old, list) or not any(isinstance(leaf, ShardedBase) for leaf in nested_values(old)):
+    if not isinstance(old, list) or not _has_shards(old):
         return value
-    if not isinstance(value, list):
+    indices = _list_rest_indices(old)
+    if not isinstance(value, list) or any(map(_has_shards, [old[index] for index in indices[len(value) :]])):
         raise ShardingError(
             f"{'.'.join(map(str, path))!r}: the checkpoint has a value of type {type(value).__name__} for a list "
-            "with shards: give these a key of their own"
+            "with shards, or too short a list: give these a key of their own"
         )
-    indices = _list_rest_indices(old)
     for index, part in zip(indices, value, strict=False):
         old[index] = _replace_rest(old[index], part, (*path, index))
     for index in reversed(indices[len(value) :]):
         del old[index]
     old.extend(value[len(indices) :])
     return old
+
+
+def _has_shards(value: Any) -> bool:
+    return any(isinstance(leaf, ShardedBase) for leaf in nested_values({"": value}))
 
 
 def _list_rest_indices(values: list[Any]) -> list[int]:
