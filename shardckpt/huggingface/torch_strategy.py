@@ -151,10 +151,11 @@ def _join(first: dict[Any, Any], second: dict[Any, Any], where: str) -> dict[Any
 
 def _are_same(one: Any, other: Any) -> bool:
     """Return whether two values are equal and have no tensors, which lie in a file each."""
-    if type(one) is type(other) and isinstance(one, (list, tuple)):
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(_are_same, one, other))
-    is_nan = one is not None and one != one and other != other  # noqa: PLR0124
-    return type(one) in _PLAIN and type(one) is type(other) and bool(is_nan or one == other)
+    return type(one) in _PLAIN and (one == other or (one != one and other != other))  # noqa: PLR0124 - both are NaN
 
 
 def _read_content(reader: CheckpointReader, file: str, allow_globals: tuple[Any, ...]) -> _Content:
