@@ -51,7 +51,7 @@ class TensorSums:
         return log
 
     def restore(self, log: Sequence[_Logged]) -> None:
-        """Add what another process has logged; a box that was added here keeps the sums that it got here."""
+        """Add the sums that another process logged; a box that was added here keeps its own."""
         with self._lock:
             for key, offset, shape, (first, second) in log:
                 self._sums[key].setdefault((tuple(offset), tuple(shape)), (first, second))

@@ -47,7 +47,8 @@ class RestValues:
     def set(self, path: Sequence[Any], value: Any) -> None:
         """Set the value at a path; the shards of a list stay, and its other items become those of the value.
 
-        A value that is no list in the place of a list with shards is a ShardingError.
+        In the place of a list with shards, a value that is no list, or too short a one for the shards in its items, is
+        a ShardingError.
         """
         node: Any = self._state_dict
         for part in path[:-1]:
@@ -85,7 +86,7 @@ def _replace_rest(old: Any, value: Any, path: Sequence[Any]) -> Any:
 
 
 def _has_shards(value: Any) -> bool:
-    return any(isinstance(leaf, ShardedBase) for leaf in nested_values({"": value}))
+    return any(isinstance(leaf, ShardedBase) for leaf in nested_values(value))
 
 
 def _list_rest_indices(values: list[Any]) -> list[int]:
