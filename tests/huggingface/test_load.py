@@ -178,18 +178,23 @@ def test_the_shards_of_a_tensor_are_matched_in_linear_time(tmp_path: Path) -> No
 
 
 class _WithoutLast:
-    """Maps a matrix to a tensor a row, and forgets the last row."""
+    """Maps a matrix to a tensor a row, and forgets the last row; it may map the first row to several."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
 
     def links(self, key: str, shape: tuple[int, ...]) -> list[KeyMapEntry]:
-        return [KeyMapEntry(f"{key}.{n}", (1, 3), (0, 0), Box((n, 0), (1, 3))) for n in range(shape[0] - 1)]
+        rows = [*[0] * (self.first - 1), *range(shape[0] - 1)]
+        return [KeyMapEntry(f"{key}.{n}", (1, 3), (0, 0), Box((row, 0), (1, 3))) for n, row in enumerate(rows)]
 
 
-def test_a_mapping_that_lacks_elements_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_mapping_that_lacks_elements_is_refused(first: int, tmp_path: Path) -> None:
     """Elements for which a mapping has no tensor are an error by name, not whatever the memory held."""
     write(tmp_path / "hf", {f"w.{row}": torch.ones(1, 3) for row in range(4)})
     wanted = {"w": ShardedTensor.from_global_shape("w", torch.float32, (4, 3))}
     with pytest.raises(ShardingError, match=r"the elements Box\(offset=\(3, 0\), shape=\(1, 3\)\) of 'w' of shape"):
-        load_from_huggingface(wanted, tmp_path / "hf", mapping=_WithoutLast())
+        load_from_huggingface(wanted, tmp_path / "hf", mapping=_WithoutLast(first))
 
 
 def _load_fsdp(folder: Path) -> list[bool]:
