@@ -341,10 +341,10 @@ def write_prepared(prepared: PreparedSave, context: SaveContext) -> None:
 def find_plan_cache_key(strategy: SaveStrategy) -> Hashable | None:
     """Return the key of a strategy's plans in the plan cache, or None if its plans are not cached.
 
-    They are cached only if the strategy's own class, not a base, sets ``caches_plan``, and the instance replaces no
-    method that the cache skips: the replacement would never be called.
+    They are cached only if the strategy's own class, not a base, sets ``caches_plan``, and no method is replaced on the
+    instance: a plan of another instance with the same key was made without the replacement.
     """
-    replaced = {"prepare", "replan", "save"} & vars(strategy).keys()
+    replaced = any(callable(getattr(type(strategy), name, None)) for name in vars(strategy))
     if replaced or not vars(type(strategy)).get("caches_plan") or not isinstance(strategy, AsyncSaveStrategy):
         return None
     return strategy.plan_cache_key

@@ -54,6 +54,19 @@ def _patched() -> TorchDistSaveShardedStrategy:
     return strategy
 
 
+def _hooked() -> TorchDistSaveShardedStrategy:
+    strategy = TorchDistSaveShardedStrategy()
+    collect = strategy.collect
+
+    def collect_doubled(*args: Any) -> Any:
+        items, objects = collect(*args)
+        items.tensors[:] = [values * 2 for values in items.tensors]
+        return items, objects
+
+    strategy.collect = collect_doubled  # type: ignore[method-assign]
+    return strategy
+
+
 def _doubled(shards: Any) -> Any:
     for shard in shards:
         shard.data = shard.data * 2
@@ -64,14 +77,15 @@ DOUBLING: list[Callable[[], Any]] = [
     _Doubling,
     _Delegating,
     _patched,
+    _hooked,
     lambda: FullyParallelSaveStrategyWrapper(_Doubling()),
     lambda: FullyParallelSaveStrategyWrapper(_Delegating()),
 ]
 
 
 @table("make", DOUBLING)
-def test_a_prepare_that_was_overridden_is_called_every_time(tmp_path: Path, make: Callable[[], Any]) -> None:
-    """A strategy with a ``prepare`` of its own is asked for every save, and the caller's shards stay as they are."""
+def test_a_method_that_was_overridden_is_called_every_time(tmp_path: Path, make: Callable[[], Any]) -> None:
+    """A planning method of a strategy's own is called in every save, and the caller's shards stay as they are."""
     release_memory()
     strategy = make()
     for step in range(3):
