@@ -23,6 +23,7 @@ from shardckpt.cli.interrupted import describe_left, find_published, identify_ta
 from shardckpt.cli.output import (
     Output,
     add_json,
+    escape_unencodable,
     escaped_logs,
     open_closed_streams,
     say_error,
@@ -90,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         line raises SystemExit.
     """
     open_closed_streams()
+    escape_unencodable()
     with escaped_logs(), warnings.catch_warnings():
         # torch warns where numpy is not installed; nothing here needs it
         warnings.filterwarnings("ignore", "Failed to initialize NumPy")

@@ -7,6 +7,7 @@ turns the direction of text: an unprintable character is shown by its escape.
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import sys
@@ -108,6 +109,12 @@ def open_closed_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free: this one
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "r+" if number == 0 else "w", closefd=False))  # noqa: SIM115
+
+
+def escape_unencodable() -> None:
+    """Let standard output escape the characters that its encoding lacks, as Latin-1 has none for a key in Greek."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 @contextmanager

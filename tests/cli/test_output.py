@@ -180,3 +180,12 @@ def test_a_closed_standard_error_is_no_error_of_the_verb(
     assert main(["convert", str(checkpoint), str(tmp_path / "new.pt"), "--to", "torch"]) == 0
     assert main(["verify", str(tmp_path / "none")]) == 2
     assert "none" not in capsys.readouterr().out
+
+
+def test_a_character_that_the_terminal_lacks_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key with an umlaut is shown by its escape where standard output is ASCII."""
+    dc.save({"w": ShardedTensor.from_rank_offsets("f\u00fcr.w", torch.ones(2))}, tmp_path)
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii"))
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert rb"f\xfcr.w" in out.getvalue()
