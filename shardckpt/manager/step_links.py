@@ -90,7 +90,7 @@ def update_links(folder: StepFolder, steps: Collection[StepCheckpoint]) -> None:
     targets = choose_targets(folder, steps) if _have_links(steps) else {}
     newest = max((each.step for each in steps if each.is_whole), default=0)
     for each in steps:
-        is_left_out = targets and each.is_damaged and each.step > newest
+        is_left_out = targets and (each.is_damaged or each.is_unread) and each.step > newest
         if is_left_out and is_first_warning(__name__, str(folder), each.step):
             logger.warning("the links of %s do not lead to step %d: %s", folder, each.step, each.error)
     for name in LINKS:

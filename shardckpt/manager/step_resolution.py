@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from shardckpt.distributed.error_report import replace_text
 from shardckpt.engine.operation import report_skipped
@@ -117,8 +117,9 @@ def resolve_step(folder: StepFolder, comm: Comm, step: int = NEWEST, without: Co
 
     The main rank alone looks: on slow file systems others may see less. A step that is damaged, was never committed, or
     was marked as failed by a verification is skipped with a warning that names it; those in ``without`` proved damaged
-    when they were read. A complete checkpoint that no installed strategy can read is a CannotLoadError instead: to
-    continue from an older step would lose training. If no step can be loaded, and some are damaged, it is a
+    when they were read. A complete checkpoint that no installed strategy can read is a CannotLoadError instead, and a
+    step that the file system does not let us read a StorageError: to continue from an older step would lose training.
+    If no step can be loaded, and some are damaged, it is a
     CorruptCheckpointError. A ``step`` that is named (not -1, the newest) must be one that can be loaded: else it is a
     CannotLoadError, or a CorruptCheckpointError if it is damaged.
     """
@@ -177,7 +178,8 @@ def find_newest(folder: StepFolder, without: Collection[int] = ()) -> int | None
     """Return the newest step that can be loaded, None if there is no checkpoint; not collective.
 
     Steps in ``without`` are known to be damaged. A newest complete checkpoint that no installed strategy can read is a
-    CannotLoadError. If none can be loaded, and some are damaged or marked as failed, it is a CorruptCheckpointError.
+    CannotLoadError; a newest step that the file system does not let us read is a StorageError. If none can be loaded,
+    and some are damaged or marked as failed, it is a CorruptCheckpointError.
     """
     damaged = len(without)
     for step in reversed(folder.steps()):
@@ -198,6 +200,8 @@ def find_newest(folder: StepFolder, without: Collection[int] = ()) -> int | None
             continue
         if found.error is None:
             return step
+        if found.is_unread:
+            raise _explain_unread(folder, found)
         what = "damaged" if found.is_damaged else "not a complete checkpoint"
         logger.warning("step %d in %s is skipped, %s: %s", step, folder, what, found.error)
         if found.is_damaged:
@@ -210,3 +214,11 @@ def find_newest(folder: StepFolder, without: Collection[int] = ()) -> int | None
             "the training from the beginning, move them away or give another folder"
         )
     return None
+
+
+def _explain_unread(folder: StepFolder, found: StepCheckpoint) -> CheckpointingException:
+    """Return the error of a newest step that may be whole, with the newest whole one before it."""
+    error = cast("StorageError", found.error)
+    older = _find_older(folder, found.step)
+    advice = f"; manager.load(step={older}) loads the newest whole one before it" if older >= 0 else ""
+    return replace_text(error, f"step {found.step} in {folder} may be whole, but cannot be read now: {error}{advice}")

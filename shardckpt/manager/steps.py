@@ -113,7 +113,12 @@ class StepCheckpoint:
     @property
     def is_damaged(self) -> bool:
         """Whether it was a complete checkpoint once; False also for a save that was never committed."""
-        return self.error is not None and not isinstance(self.error, CannotLoadError)
+        return self.error is not None and not isinstance(self.error, CannotLoadError | StorageError)
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether the file system refused to read it: it may be whole."""
+        return isinstance(self.error, StorageError)
 
     def is_same_save(self, earlier: StepCheckpoint) -> bool:
         """Return whether this is the save that was found in the directory earlier, unchanged, and complete."""
@@ -253,7 +258,7 @@ class StepFolder:
         why = self.damaged.get(step) or (found.mark if found.has_failed else found.error or found.refusal)
         if why is None or isinstance(why, NotACheckpointError):
             return ""
-        state = "no readable checkpoint" if isinstance(why, CannotLoadError) else "damaged"
+        state = "no readable checkpoint" if isinstance(why, CannotLoadError | StorageError) else "damaged"
         return f"{state} ({str(why).splitlines()[0]})"
 
     def inspect_step(

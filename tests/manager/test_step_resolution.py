@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from pathlib import Path
@@ -77,6 +78,25 @@ def test_a_damaged_newest_is_skipped_and_named(tmp_path: Path, caplog: pytest.Lo
     assert f"step 3 in {tmp_path} is skipped, damaged: " in damaged
     assert f"{backends.data_file(0)} has" in damaged
     assert f"step 2 in {tmp_path} is skipped, not a complete checkpoint: " in unfinished
+
+
+@table("number", [errno.EACCES, errno.EIO, errno.EMFILE])
+def test_a_newest_step_that_cannot_be_read_is_not_passed_over(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that the file system refuses to read may be whole: it is an error, with the step that can be loaded."""
+    folders.save_all(tmp_path, 1, 2)
+    whole_open = os.open
+
+    def refuse(path: Any, *args: Any, dir_fd: int | None = None) -> int:
+        folder = Path("") if dir_fd is None else Path(f"/proc/self/fd/{dir_fd}").readlink()
+        if str(folder / path).endswith("step-2/metadata.json"):
+            raise OSError(number, os.strerror(number), str(path))
+        return whole_open(path, *args, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(StorageError, match=rf"step 2 .* may be whole, .*{errno.errorcode[number]}.*load\(step=1\)"):
+        _agree(str(tmp_path))
 
 
 @backends.both_in_proof
