@@ -89,7 +89,7 @@ def test_a_newest_step_that_cannot_be_read_is_not_passed_over(
     whole_open = os.open
 
     def refuse(path: Any, *args: Any, dir_fd: int | None = None) -> int:
-        folder = Path("") if dir_fd is None else Path(f"/proc/self/fd/{dir_fd}").readlink()
+        folder = Path() if dir_fd is None else Path(f"/proc/self/fd/{dir_fd}").readlink()
         if str(folder / path).endswith("step-2/metadata.json"):
             raise OSError(number, os.strerror(number), str(path))
         return whole_open(path, *args, dir_fd=dir_fd)
