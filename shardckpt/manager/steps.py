@@ -245,7 +245,7 @@ class StepFolder:
             found = self.inspect_step(step)
         except CheckpointingException:  # it is being replaced, or the store does not answer
             return True
-        return found.error is None and not found.has_failed and step not in self.damaged
+        return found.is_unread or (found.error is None and not found.has_failed and step not in self.damaged)
 
     def find_fault(self, step: int) -> str:
         """Return the fault of a step that a save replaces; ``""`` if it has none, or no save was ever there."""
