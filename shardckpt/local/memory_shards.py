@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.errors import KeyMismatchError
+from shardckpt.errors import KeyMismatchError, listed
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.parallel.transfers import Transfer, choose_device, exchange_shards
 from shardckpt.planning.shard_copies import assign_shards, describe_copy, find_holders, shard_id
@@ -94,10 +94,10 @@ def _plan_transfers(everyone: Sequence[_Inventory], group: Comm) -> dict[ShardId
     targets = find_holders(inventory.lacking for inventory in everyone)
     lost = targets.keys() - sources.keys()
     if lost:
-        named = sorted(repr(shard[1:4]) for shard in lost)
+        named = listed(sorted(repr(shard[1:4]) for shard in lost))
         hint = "if they were made with algo='fully_parallel', pass that and the same group here, too; "
         raise KeyMismatchError(
-            f"no rank of the group keeps these shards (key, offset, shape): {', '.join(named[:20])}; "
+            f"no rank of the group keeps these shards (key, offset, shape): {named}; "
             f"{hint if group.world_size == 1 else ''}shards must have the same offsets and shapes as when they were "
             "kept"
         )
