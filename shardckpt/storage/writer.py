@@ -205,6 +205,11 @@ class CheckpointWriter:
             view = memoryview(data)
         except TypeError as exc:
             raise PluginError(f"{self._name_author()} writes {name!r} of a {type(data).__name__}: give bytes") from exc
+        if not view.c_contiguous:
+            raise PluginError(
+                f"{self._name_author()} writes {name!r} of a {type(data).__name__} whose bytes are not in order: give "
+                "a contiguous copy (numpy.ascontiguousarray)"
+            )
         # to allocate the space of a file on disk first would gain nothing: all is written at once
         writer = self.create(name, 0 if self._store is None else view.nbytes)
         writer.append(view.nbytes, lambda: [view], keys=keys)
