@@ -171,7 +171,13 @@ def export_to_huggingface(
         )
         budget = split_export_budget(memory_budget, source, folder, options.file_format)
         names = parse_renames(rename)
-    comm.agree(checkpoint_dir=str(source), target=str(folder), rename=sorted(names.items()), skip_damaged=skip_damaged)
+    comm.agree(
+        checkpoint_dir=str(source),
+        target=str(folder),
+        rename=sorted(names.items()),
+        format=format,  # each rank writes its own files by it
+        skip_damaged=skip_damaged,
+    )
 
     def attempt() -> tuple[ExportPlan, tuple[str, ...]]:
         damaged: tuple[str, ...] = ()
