@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def get_state(owner: Module, optimizer: Optimizer) -> Any:
-    """Return the result of ``get_optimizer_state_dict``, without the state that it makes where there is none."""
+    """Return the result of ``get_optimizer_state_dict``, which makes no state here for an optimizer that has none."""
     with _suppress_initial_state(optimizer):
         return get_optimizer_state_dict(owner, optimizer)
 

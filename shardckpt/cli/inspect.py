@@ -136,7 +136,7 @@ def _inspect(options: Any) -> Output:
 
 
 def _inspect_open(options: Any, lost: str = "") -> Output:
-    """Do the same by the strategy that reads the checkpoint, which needs torch.
+    """Return the stored and the missing items as the checkpoint's strategy reads them, which needs torch.
 
     ``lost`` says that it has lost its ``metadata.json``, and how to repair it; ``""``: it must have it.
     """
@@ -187,7 +187,7 @@ def _add_faults(output: Output, checkpoint: StoredCheckpoint, lost: str) -> Outp
 
 
 def _describe_faults(faults: Sequence[IncompleteFile], prefix: str | None, *, verbose: bool = False) -> list[str]:
-    """Return a line for each, with its keys that begin with a prefix; None: without keys."""
+    """Return a line for each incomplete file, with those of its keys that begin with ``prefix``; None: without keys."""
     lines = []
     for file in faults:
         affected = "" if prefix is None else _affected(file, prefix, verbose=verbose)
