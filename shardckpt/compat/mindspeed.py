@@ -220,13 +220,15 @@ def build_ep_fqn2spec_info(
 
     Raises:
         ShardingError: neither the parallel state nor a parameter has such a mesh, or there are several; the plan has no
-            patterns, or none that matches.
+            patterns, or none that matches; a parameter has no such axis.
     """
     experts = list(expert_parameters(model, _get_patterns(ep_plan), each=False))
     mesh = _find_mesh(parallel_state, ep, [param for _, param in experts])
-    return {
-        name: EPSpecInfo(Shard(expert_dim), mesh, _placements(param, mesh, ep, expert_dim)) for name, param in experts
-    }
+    found = {}
+    for name, param in experts:
+        dim = _find_expert_dim(param, expert_dim)
+        found[name] = EPSpecInfo(Shard(dim), mesh, _placements(param, mesh, ep, dim))
+    return found
 
 
 def get_check_moe_func(

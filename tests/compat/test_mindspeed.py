@@ -446,6 +446,23 @@ def test_a_mesh_is_found_in_any_class(ranks: Ranks) -> None:
     ranks.run(2, _specs_of_classes)
 
 
+def _specs_by_axis() -> None:
+    mesh, model = mesh_of(("efsdp", 2), ("ep", 2)), _Model()
+    for block in model.trunk:
+        held = from_local(torch.zeros(2, 6), mesh["efsdp"], [Shard(0)], (4, 6))
+        block["_orig_mod"].experts["w1"] = torch.nn.Parameter(held)
+    found, expected = (build_ep_fqn2spec_info(model, mesh, "experts", expert_dim=dim) for dim in (-2, 0))
+    assert found == expected
+    assert isinstance((found["trunk.0.experts.w1"].placements or ())[0], StridedShard)
+    with pytest.raises(ShardingError, match=r"expert_dim=2: a tensor of shape \(4, 6\) has no such axis"):
+        build_ep_fqn2spec_info(model, mesh, "experts", expert_dim=2)
+
+
+def test_specs_of_a_negative_axis_are_the_same(ranks: Ranks) -> None:
+    """The placements of experts on the axis -2 of 2 are those on 0: others would put parts at wrong offsets."""
+    ranks.run(4, _specs_by_axis)
+
+
 class _Layers(torch.nn.Module):
     """Twelve layers with one expert module each."""
 
