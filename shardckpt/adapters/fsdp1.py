@@ -22,23 +22,18 @@ if TYPE_CHECKING:
 
 
 def get_state(owner: Module, optimizer: Optimizer) -> Any:
-    """Return the result of ``get_optimizer_state_dict``, without the state that it makes where there is none."""
+    """Return the result of ``get_optimizer_state_dict``, which makes no state here for an optimizer that has none."""
     with _suppress_initial_state(optimizer):
         return get_optimizer_state_dict(owner, optimizer)
 
 
 def make_state(owner: Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return new state by name for a load to fill: flat parameters do not show its shapes.
+    """Return the state by name, with new state of parameters that have none: flat ones do not show its shapes.
 
-    Its values are not meaningful, and the optimizer does not keep it. Empty where the optimizer has state: FSDP1 keeps
-    one state for all parameters of a flat parameter.
+    The values of new state are not meaningful, and the optimizer does not keep it.
     """
-    if optimizer.state:
-        return {}
     with _temporary_state(optimizer):
-        if not any(optimizer.state.values()):
-            return {}
-        return get_optimizer_state_dict(owner, optimizer)["state"]  # type: ignore[return-value]
+        return get_state(owner, optimizer)["state"]  # type: ignore[no-any-return]
 
 
 def set_state(owner: Module, optimizer: Optimizer, states: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
@@ -72,15 +67,21 @@ def _suppress_initial_state(optimizer: Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _temporary_state(optimizer: Optimizer) -> Iterator[None]:
-    """Make state by a step with gradients of zero and a learning rate of 0, as torch does; it is removed at the end."""
-    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    """Make state of parameters that have none, for the block: by a step with gradients and a learning rate of 0.
+
+    Torch makes it in the same way.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
     gradients = [param.grad for param in params]
+    state = dict(optimizer.state)
     options = [dict(group) for group in optimizer.param_groups]
     # a step may change options that are tensors in place
     tensors = [(value, value.clone()) for group in options for value in group.values() if torch.is_tensor(value)]
     try:
         for param in params:
-            param.grad = torch.zeros_like(param)
+            # none where this rank has no elements of a parameter, as of FSDP1: Adafactor would divide by their number
+            is_new = param.requires_grad and param.numel() and not state.get(param)
+            param.grad = torch.zeros_like(param) if is_new else None
         for group in optimizer.param_groups:
             if "lr" in group:
                 group["lr"] = torch.zeros_like(group["lr"]) if torch.is_tensor(group["lr"]) else 0.0
@@ -95,3 +96,4 @@ def _temporary_state(optimizer: Optimizer) -> Iterator[None]:
         for value, saved_value in tensors:
             value.copy_(saved_value)
         optimizer.state.clear()
+        optimizer.state.update(state)

@@ -260,7 +260,8 @@ def _find_same_layout(tensor: DTensor, params: Mapping[str, torch.Tensor]) -> st
 
 def make_flat_state(parts: Sequence[Module], optimizers: Sequence[Optimizer], live: OptimizerState) -> dict[str, Any]:
     """Return new state of the parameters of FSDP1 that have none, by name: memory for a load to fill."""
-    flat = [one.number for one in live.each if one.is_flat]
+    # by names, which all ranks have gathered: a rank may have no elements of a parameter, and so no state of it
+    flat = [one.number for one in live.each if one.is_flat and not one.state.keys() >= {*one.names}]
     named = name_parts(parts) if flat else []
     found = (fsdp1.make_state(find_owner(named, optimizers[n], n).module, optimizers[n]) for n in flat)
     made = merge_sources("optimizer", map(_drop_empty, found)) if flat else {}

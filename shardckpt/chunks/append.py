@@ -1,4 +1,4 @@
-"""Append tensors to a file, with the bytes that a format puts before and after its values."""
+"""Append tensors to a file, with the bytes that a format puts before and after their values."""
 
 from __future__ import annotations
 

@@ -49,6 +49,7 @@ OUTLINES = {
     ("torch_dist", 1): "shardckpt_torch_dist.outline:read_outline",
     ("safetensors", 1): "shardckpt_safetensors.outline:read_outline",
 }
+_FILE_COLUMNS = ("file", "bytes", "rank", "items")
 #: Keys that are named in the list of lost or left-out keys.
 _KEYS_SHOWN = 20
 
@@ -135,7 +136,7 @@ def _inspect(options: Any) -> Output:
 
 
 def _inspect_open(options: Any, lost: str = "") -> Output:
-    """Do the same by the strategy that reads the checkpoint, which needs torch.
+    """Return the stored and the missing items as the checkpoint's strategy reads them, which needs torch.
 
     ``lost`` says that it has lost its ``metadata.json``, and how to repair it; ``""``: it must have it.
     """
@@ -186,7 +187,7 @@ def _add_faults(output: Output, checkpoint: StoredCheckpoint, lost: str) -> Outp
 
 
 def _describe_faults(faults: Sequence[IncompleteFile], prefix: str | None, *, verbose: bool = False) -> list[str]:
-    """Return a line for each, with its keys that begin with a prefix; None: without keys."""
+    """Return a line for each incomplete file, with those of its keys that begin with ``prefix``; None: without keys."""
     lines = []
     for file in faults:
         affected = "" if prefix is None else _affected(file, prefix, verbose=verbose)
@@ -217,7 +218,7 @@ def _read_outline(options: Any) -> _Found | None:
         return None
     header = read_header(record, location)
     common = [] if options.prefix else sorted(outline.common)
-    files = _list_recorded_files(record) if options.files else ()
+    files = _list_recorded_files(record) if options.files else None
     return _Found(options.directory, options.prefix, header, tensors, objects, common, "", [], files=files)
 
 
@@ -267,8 +268,8 @@ class _Found(NamedTuple):
     fault: str
     incomplete: list[IncompleteFile]
     scaled: Sequence[str] = ()
-    #: Rows of a table of the files, if they are asked for.
-    files: Sequence[tuple[Any, ...]] = ()
+    #: Rows of a table of the files, if they are asked for; None in one is not known.
+    files: Sequence[tuple[Any, ...]] | None = None
     #: Of each tensor, if they are asked for.
     statistics: Sequence[Statistics | None] | None = None
     #: Names of files next to it that are read by their paths alone.
@@ -371,8 +372,9 @@ def _describe(found: _Found, options: Any) -> list[str]:
             (key, form.dtype, "x".join(map(str, form.shape))) for key, form in zip(tensors.keys, forms, strict=True)
         ]
         listing = make_statistics_table(rows, found.statistics)
-    if options.files:
-        listing = table(("file", "bytes", "rank", "items"), sorted(found.files))
+    if found.files is not None:
+        cells = (tuple("-" if cell is None else cell for cell in row) for row in found.files)
+        listing = table(_FILE_COLUMNS, sorted(cells))
     return [
         *head,
         listing,
@@ -433,7 +435,7 @@ def _list_files(checkpoint: StoredCheckpoint) -> list[tuple[Any, ...]]:
     """Return a row for each file: as recorded, or, of another library's checkpoint, as its index names them."""
     if checkpoint.record is not None:
         return _list_recorded_files(checkpoint.record)
-    return [(file.name, file.nbytes or "-", "-", len(file.keys)) for file in checkpoint.list_files()]
+    return [(file.name, file.nbytes or None, None, len(file.keys)) for file in checkpoint.list_files()]
 
 
 def _list_recorded_files(record: PlainRecord | Record) -> list[tuple[Any, ...]]:
@@ -449,7 +451,7 @@ def _list_all(found: _Found) -> dict[str, Any]:
     )
     if found.statistics is not None:
         rows = Rows({**row, "statistics": make_plain(each)} for row, each in zip(rows, found.statistics, strict=True))
-    return {
+    said = {
         "checkpoint": found.directory,
         **found.header,
         "parameters": found.tensors.count_parameters(),
@@ -460,6 +462,9 @@ def _list_all(found: _Found) -> dict[str, Any]:
         "unread_files": dict(found.unread),
         "incomplete_files": _list_faults(found.incomplete),
     }
+    if found.files is not None:
+        said["files"] = [dict(zip(_FILE_COLUMNS, row, strict=True)) for row in found.files]
+    return said
 
 
 def _read_common(checkpoint: StoredCheckpoint) -> tuple[list[str], str]:

@@ -106,8 +106,8 @@ def restore_ep_dim(
         A DTensor of the global shape that shares the tensor's memory.
 
     Raises:
-        ShardingError: it is no tensor, or not sharded on this mesh; this rank is not in the mesh; or experts are not
-            assigned to ranks as by ``torch.chunk``, which no DTensor describes: use an ExpertLayout.
+        ShardingError: it is no tensor, has no such axis, or is not sharded on this mesh; this rank is not in the mesh;
+            or experts are not assigned to ranks as by ``torch.chunk``, which no DTensor describes: use an ExpertLayout.
     """
     tensor, mesh = origin_tensor, device_mesh
     if not isinstance(tensor, torch.Tensor):
@@ -121,6 +121,7 @@ def restore_ep_dim(
         raise ShardingError(
             f"this rank is not in the mesh {mesh.mesh_dim_names} and holds no experts: leave {name} out"
         )
+    expert_dim = _find_expert_dim(tensor, expert_dim)
     counts = gather_experts_per_rank(tensor.shape[expert_dim], mesh, ep) if global_shape is None else None
     describe: Any = ExpertLayout.from_efsdp if isinstance(tensor, DTensor) else ExpertLayout.from_local
     layout: ExpertLayout = describe(
@@ -153,7 +154,8 @@ def drop_ep_dim(
         shares the tensor's memory.
 
     Raises:
-        ShardingError: the tensor is on another mesh, or FSDP shards the axis of experts before expert parallelism.
+        ShardingError: the tensor is on another mesh or has no such axis, or FSDP shards the axis of experts before
+            expert parallelism.
     """
     tensor, mesh = loaded_tensor, device_mesh
     if not isinstance(tensor, DTensor) or not has_mesh_dim(tensor.device_mesh, ep):
@@ -171,7 +173,7 @@ def drop_ep_dim(
     placements = [Shard(place.dim) if isinstance(place, StridedShard) else place for place in kept]
     if not any(isinstance(place, Shard) for place in placements):
         return get_local_tensor(tensor)
-    here = own.get_coordinate() or (0,) * own.ndim
+    here, expert_dim = own.get_coordinate() or (0,) * own.ndim, _find_expert_dim(tensor, expert_dim)
     shape = compute_local_shape(tensor.shape, [Split(expert_dim, own.size(ep_dim), here[ep_dim])])
     names = tuple((own.mesh_dim_names or ())[dim] for dim in rest)
     dropped = make_dtensor(get_local_tensor(tensor), own[names], placements, shape)
@@ -218,13 +220,15 @@ def build_ep_fqn2spec_info(
 
     Raises:
         ShardingError: neither the parallel state nor a parameter has such a mesh, or there are several; the plan has no
-            patterns, or none that matches.
+            patterns, or none that matches; a parameter has no such axis.
     """
     experts = list(expert_parameters(model, _get_patterns(ep_plan), each=False))
     mesh = _find_mesh(parallel_state, ep, [param for _, param in experts])
-    return {
-        name: EPSpecInfo(Shard(expert_dim), mesh, _placements(param, mesh, ep, expert_dim)) for name, param in experts
-    }
+    found = {}
+    for name, param in experts:
+        dim = _find_expert_dim(param, expert_dim)
+        found[name] = EPSpecInfo(Shard(dim), mesh, _placements(param, mesh, ep, dim))
+    return found
 
 
 def get_check_moe_func(
@@ -433,6 +437,16 @@ def _layout_by_rank(key: str, value: Any, metadata: Metadata, split: Split) -> E
     return ExpertLayout(shape, box, tuple(get_dtensor_splits(key, value)), get_replica_coordinates(value))
 
 
+def _find_expert_dim(tensor: torch.Tensor, expert_dim: int) -> int:
+    """Return the axis that counts experts, from the front; raise ShardingError if the tensor has no such axis."""
+    if not -tensor.dim() <= expert_dim < tensor.dim():
+        raise ShardingError(
+            f"expert_dim={expert_dim}: a tensor of shape {tuple(tensor.shape)} has no such axis: leave a tensor "
+            "without experts, such as the optimizer's step, as it is"
+        )
+    return expert_dim % tensor.dim()
+
+
 def _find_mesh(parallel_state: Any, ep: Names, experts: Collection[torch.Tensor]) -> DeviceMesh:
     """Return the mesh with the expert-parallel dimension: a trainer's parallel state has it, or else the experts."""
     if isinstance(parallel_state, DeviceMesh):
@@ -462,19 +476,20 @@ def _find_mesh(parallel_state: Any, ep: Names, experts: Collection[torch.Tensor]
 
 
 def _list_meshes(parallel_state: Any) -> Iterator[tuple[str, DeviceMesh | Exception]]:
-    """List a trainer's meshes: attributes, and the results or errors of properties and ``get_..._mesh()`` methods."""
+    """List a trainer's meshes: values of a dict, or attributes and the results or errors of ``get_..._mesh()``."""
     # by their type, not by a name: MindSpeed and VeOmni have renamed them from release to release
-    values: dict[str, Any] = dict(getattr(parallel_state, "__dict__", {}))
+    is_dict = isinstance(parallel_state, dict)
+    values: dict[str, Any] = dict(parallel_state if is_dict else getattr(parallel_state, "__dict__", {}))
     for name in dir(type(parallel_state)):
         if "mesh" not in name or name.startswith("_") or name in values:
             continue
-        # other methods are not called: they may make a mesh, and so wait for other ranks
-        is_property = isinstance(inspect.getattr_static(parallel_state, name), property)
         try:
-            if is_property:
-                values[name] = getattr(parallel_state, name)
-            elif name.startswith("get_") and _takes_nothing(method := getattr(parallel_state, name)):
-                values[f"{name}()"] = method()
+            value = getattr(parallel_state, name)
+            # other methods are not called: they may make a mesh, and so wait for other ranks
+            if name.startswith("get_") and _takes_nothing(value):
+                values[f"{name}()"] = value()
+            else:
+                values[name] = value
         except Exception as exc:  # noqa: BLE001 - one of a dimension that this job does not have
             yield name, exc
     for name, value in values.items():

@@ -164,7 +164,7 @@ def _make_template(
     with checkpoint.operation.local_phase("preparing the state dict"):
         template = LoadTemplate(wanted, list_stored)
         validate_descriptions(template.shards)
-        _refuse_unfillable(template.shards)
+        refuse_unfillable(template.shards)
         # copies are not compared: their values are about to be overwritten
         template.shards = choose_main_replicas(template.shards, checkpoint.context.comm, compare=False)
     return template
@@ -284,7 +284,7 @@ def _log_casts(casts: Casts) -> None:
     logger.log(level, "stored tensors are cast as they are loaded: %s", describe_casts(casts))
 
 
-def _refuse_unfillable(shards: Sequence[ShardedBase]) -> None:
+def refuse_unfillable(shards: Sequence[ShardedBase]) -> None:
     """Raise for a destination that no values can be written to, before any other is filled."""
     destinations = [(shard, shard.data) for shard in shards if isinstance(shard, ShardedTensor)]
     filled = [(shard, data) for shard, data in destinations if data is not None]

@@ -68,7 +68,7 @@ def cut_stored(tensors: Iterable[ShardedTensor], most: int) -> Iterator[TensorBo
 
 
 def make_destination(shard: ShardedTensor) -> ShardedTensor:
-    """Return a description to read into; large ones with memory of the system, which gets it back at once."""
+    """Return a description to read into; a large one has memory of :func:`make_memory`, others have none yet."""
     wanted = shard.without_data()
     nbytes = math.prod(shard.local_shape) * shard.dtype.itemsize
     if nbytes >= LARGE:
@@ -77,7 +77,7 @@ def make_destination(shard: ShardedTensor) -> ShardedTensor:
 
 
 def make_memory(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Return a tensor to read into; a large one with memory of the system, which gets it back at once."""
+    """Return a tensor to read into; a large one's memory goes back to the system as soon as it is freed."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < LARGE:
         return torch.empty(shape, dtype=dtype, device="cpu")

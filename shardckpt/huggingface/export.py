@@ -171,7 +171,13 @@ def export_to_huggingface(
         )
         budget = split_export_budget(memory_budget, source, folder, options.file_format)
         names = parse_renames(rename)
-    comm.agree(checkpoint_dir=str(source), target=str(folder), rename=sorted(names.items()), skip_damaged=skip_damaged)
+    comm.agree(
+        checkpoint_dir=str(source),
+        target=str(folder),
+        rename=sorted(names.items()),
+        format=format,  # each rank writes its own files by it
+        skip_damaged=skip_damaged,
+    )
 
     def attempt() -> tuple[ExportPlan, tuple[str, ...]]:
         damaged: tuple[str, ...] = ()
@@ -179,8 +185,8 @@ def export_to_huggingface(
         with operation.collective_span(), ExitStack() as stack:
             with operation.local_phase("opening the checkpoint"):
                 checkpoint = stack.enter_context(
-                    # alone: ranks read different tensors, and only the plan is common. Before its commit the export
-                    # checks that the checkpoint has not changed: after it, it may
+                    # alone: ranks read different tensors, and only the plan is common. No check at the end: the
+                    # export makes it before its commit, and a checkpoint that changes after that is no error
                     open_checkpoint(
                         source,
                         Comm(alone=True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.errors import KeyMismatchError
+from shardckpt.errors import KeyMismatchError, listed
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.parallel.transfers import Transfer, choose_device, exchange_shards
 from shardckpt.planning.shard_copies import assign_shards, describe_copy, find_holders, shard_id
@@ -94,12 +94,12 @@ def _plan_transfers(everyone: Sequence[_Inventory], group: Comm) -> dict[ShardId
     targets = find_holders(inventory.lacking for inventory in everyone)
     lost = targets.keys() - sources.keys()
     if lost:
-        named = sorted(repr(shard[1:4]) for shard in lost)
-        hint = "if they were made with algo='fully_parallel', pass that and the same group here, too; "
+        named = listed(sorted(repr(shard[1:4]) for shard in lost))
+        is_alone = group.world_size == 1
+        hint = "if they were made with algo='fully_parallel', pass that and the same group here, too; " * is_alone
         raise KeyMismatchError(
-            f"no rank of the group keeps these shards (key, offset, shape): {', '.join(named[:20])}; "
-            f"{hint if group.world_size == 1 else ''}shards must have the same offsets and shapes as when they were "
-            "kept"
+            f"no rank of the group keeps these shards (key, offset, shape): {named}; "
+            f"{hint}shards must have the same offsets and shapes as when they were kept"
         )
     transfers = {}
     for shard, ranks in targets.items():

@@ -8,7 +8,7 @@ import torch
 
 from shardckpt.distributed.comm import Comm
 from shardckpt.engine.load_template import MISSING, LoadTemplate
-from shardckpt.engine.loading import report_ignored
+from shardckpt.engine.loading import refuse_unfillable, report_ignored
 from shardckpt.errors import CheckpointingException, KeyMismatchError, list_given, show_given
 from shardckpt.local.memory_shards import KeptShards, describe_shards, fetch_shards, keep_share
 from shardckpt.mapping.sharded_object import ShardedObject
@@ -172,6 +172,7 @@ class TensorAwareStateDict:
                 template, mode = LoadTemplate(wanted, self._name_kept), parse_strict_flag(strict)
                 for shard in template.shards:
                     shard.validate_metadata_integrity()
+                refuse_unfillable(template.shards)
             template.shards = choose_main_replicas(template.shards, comm, compare=False)
             if validate_access_integrity:
                 validate_shards(template.shards, comm)

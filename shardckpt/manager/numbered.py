@@ -28,7 +28,7 @@ def name_numbers(
     parts: Sequence[Module],
     optimizer: Optimizer,
 ) -> dict[str, str]:
-    """Return the old beginnings of keys, in a checkpoint that numbers its parameters, each with the new one, by names.
+    """Map the prefixes of stored keys that have numbers of parameters to prefixes that have their names.
 
     The numbers are taken in the order of the live optimizer's parameters, as its ``load_state_dict`` takes them. The
     result is empty if the parameters have names there. ``where`` is the prefix of its optimizer's keys, without the

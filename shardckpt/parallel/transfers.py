@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 
 from shardckpt.errors import CheckpointingException
+from shardckpt.tensors.wrappers import copy_values
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -231,7 +232,7 @@ def _run_round(batch: list[_Message], group: Comm, device_type: str, *, broadcas
             continue
         buffer = _find_buffer(part, device_type)
         if buffer is not part and group.rank == source:
-            buffer.copy_(part)
+            copy_values(buffer, part)
         elif buffer is not part:
             arriving.append((buffer, part))
         is_for_all = len(targets) == group.world_size - 1 and len(targets) > 1
@@ -247,21 +248,21 @@ def _run_round(batch: list[_Message], group: Comm, device_type: str, *, broadcas
     if len(routes) < len(batch):
         group.exchange(sends, receives, device_type)
     for buffer, part in arriving:
-        part.copy_(buffer)
+        copy_values(part, buffer)
 
 
 def _exchange_pickles(batch: list[_Message], group: Comm) -> None:
     """Collective: send the messages of all ranks to all ranks, as uint8 tensors in pickles."""
-    # copied: a pickled view has all the memory of its base
-    mine = {
-        number: torch.empty(part.shape, dtype=part.dtype, device="cpu").copy_(part).view(-1).view(torch.uint8)
-        for number, (transfer, part) in enumerate(batch)
-        if transfer.source == group.rank
-    }
+    mine = {}
+    for number, (transfer, part) in enumerate(batch):
+        if transfer.source == group.rank:
+            copy = torch.empty(part.shape, dtype=part.dtype, device="cpu")  # a pickled view has its base's memory
+            copy_values(copy, part)
+            mine[number] = copy.view(-1).view(torch.uint8)
     by_rank: list[dict[int, Any]] = group.all_gather(mine)
     for number, (transfer, part) in enumerate(batch):
         if group.rank in transfer.targets:
-            part.copy_(by_rank[transfer.source][number].view(part.dtype).view(part.shape))
+            copy_values(part, by_rank[transfer.source][number].view(part.dtype).view(part.shape))
 
 
 def _find_buffer(part: torch.Tensor, device_type: str) -> torch.Tensor:

@@ -97,8 +97,8 @@ class MigrationEntry:
         return _create(kind, self.distribution)  # type: ignore[no-any-return]
 
 
-#: The name of a backend: no number, which in a pair is the version of the name before it, and no requirement, such as
-#: ``npy>=1``.
+#: The name of a backend. It is no number: that would be the version in ``("npy", 1)``. It is no requirement either,
+#: such as ``npy>=1``.
 BACKEND = re.compile(r"(?!\d+$)[^\s<>=!~,@]+")
 
 

@@ -205,6 +205,11 @@ class CheckpointWriter:
             view = memoryview(data)
         except TypeError as exc:
             raise PluginError(f"{self._name_author()} writes {name!r} of a {type(data).__name__}: give bytes") from exc
+        if not view.c_contiguous:
+            raise PluginError(
+                f"{self._name_author()} writes {name!r} of a {type(data).__name__} whose bytes are not in order: give "
+                "a contiguous copy (numpy.ascontiguousarray)"
+            )
         # to allocate the space of a file on disk first would gain nothing: all is written at once
         writer = self.create(name, 0 if self._store is None else view.nbytes)
         writer.append(view.nbytes, lambda: [view], keys=keys)
@@ -372,10 +377,10 @@ class CheckpointWriter:
                 f"{self.directory}: files were begun and not finished: {listed(sorted(map(repr, self._open)))}; after "
                 "the last record of a file call writer.finish(file), which makes it durable and records its digests"
             )
-        own = [repr(file.name) for file in self.files if file.name.partition("/")[0] in _OURS]
-        if own:
+        reserved = [repr(file.name) for file in self.files if file.name.partition("/")[0] in _OURS]
+        if reserved:
             raise PluginError(
-                f"{self.directory}: {self._name_author()} has written {listed(own)}: give it another name, "
+                f"{self.directory}: {self._name_author()} has written {listed(reserved)}: give it another name, "
                 f"since {listed(sorted(map(repr, _OURS)))} are written by the commit"
             )
         written: list[FileRecord | FilePart] = [*self.files, *self.parts]

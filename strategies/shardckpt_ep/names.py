@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-#: Names of wrapper modules, which torch's state-dict functions leave out of parameter names.
+#: Names of wrapper modules, which torch's state-dict functions leave out of parameter names. DDP's ``module`` is not
+#: among them: a model may have a child of that name.
 WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"})
 #: Keys that a state dict may put before the names of a model and of its optimizer.
 SECTIONS = ("model", "optimizer")

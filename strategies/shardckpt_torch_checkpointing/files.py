@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import zlib
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from shardckpt.planning import Ints
     from shardckpt.storage import CheckpointReader
     from shardckpt_torch_checkpointing.metadata import DeclaredItem
+
+logger = logging.getLogger(__name__)
 
 #: A path in a state dict: the item's key, then keys of dicts and indices of lists.
 Path = tuple["str | int", ...]
@@ -135,7 +138,7 @@ def find_files(reader: CheckpointReader, declared: Mapping[str, DeclaredItem]) -
 
     A file ``<item>_<rank>.<suffix>`` is the item's on that rank, if there are files of all ranks from 0 on. Files of
     several ranks, but not of all, are a CorruptCheckpointError. Any other file with a known suffix, such as
-    ``<item>.pt``, is an item that one rank has written.
+    ``<item>.pt``, is an item that one rank has written; a warning names one of an item that has files already.
     """
     found = {key: dict(item.layouts) for key, item in declared.items()}
     named = {METADATA_FILE, *(layout.file for item in declared.values() for layout in item.layouts.values())}
@@ -162,10 +165,25 @@ def find_files(reader: CheckpointReader, declared: Mapping[str, DeclaredItem]) -
         else:
             others += files.values()
     for name in others:
-        item, _, suffix = name.rpartition(".")
-        if suffix in _FORMS and item:
-            found.setdefault(item, {0: Layout(name, _FORMS[suffix])})
+        _add_single(name, found, reader)
     return found
+
+
+def _add_single(name: str, found: dict[str, dict[int, Layout]], reader: CheckpointReader) -> None:
+    """Add the item of a file that one rank has written; a warning says so if the item has files already."""
+    item, _, suffix = name.rpartition(".")
+    if suffix not in _FORMS or not item:
+        return
+    layouts = found.setdefault(item, {0: Layout(name, _FORMS[suffix])})
+    first = layouts[min(layouts)].file
+    if first != name:
+        logger.warning(
+            "%s: %s is not read, since the item %r has %s: move one of them to another folder to load both",
+            reader.directory,
+            name,
+            item,
+            first,
+        )
 
 
 def read_content(reader: CheckpointReader, item: str, layout: Layout, allow_globals: Iterable[Any]) -> Content:

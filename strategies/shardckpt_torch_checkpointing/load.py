@@ -106,8 +106,8 @@ class TorchCheckpointingLoadStrategy(ChunkLoadStrategy):
             return None
         if (directory / METADATA_FILE).is_file():
             return 1
-        is_there = any(path.name.endswith("_0.pt") and not path.is_dir() for path in directory.iterdir())
-        return 1 if is_there and not (directory / ".metadata").is_file() else None
+        has_items = any(path.name.endswith("_0.pt") and not path.is_dir() for path in directory.iterdir())
+        return 1 if has_items and not (directory / ".metadata").is_file() else None
 
     def owned_files(self, directory: Path) -> set[str]:
         """Return the names of the files that torch_checkpointing writes if the user names no others."""

@@ -41,7 +41,7 @@ _DTYPES = {
     "<c16": torch.complex128,
 }
 
-#: JSON has lists.
+#: A tuple here is a list in JSON.
 _Shape = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 62)], ...], Field(max_length=_MOST_AXES, strict=False)]
 
 
@@ -92,9 +92,9 @@ class ChunkedArray:
         if not box.volume:
             return
         axes = zip(box.offset, box.end, self.chunks, strict=True)
-        for cell in _cells([range(start // size, (end - 1) // size + 1) for start, end, size in axes]):
-            offset = tuple(index * size for index, size in zip(cell, self.chunks, strict=True))
-            name = ".".join(map(str, cell)) or "0"  # the only chunk of a tensor without axes
+        for place in _walk_grid([range(start // size, (end - 1) // size + 1) for start, end, size in axes]):
+            offset = tuple(index * size for index, size in zip(place, self.chunks, strict=True))
+            name = ".".join(map(str, place)) or "0"  # the only chunk of a tensor without axes
             yield f"{self.key}/{name}", Box(offset, self.chunks)
 
     def check_chunk(self, file: str, reader: CheckpointReader) -> None:
@@ -112,13 +112,13 @@ class ChunkedArray:
             )
 
 
-def _cells(ranges: Sequence[range]) -> Iterator[Ints]:
-    """Yield the cells of a grid in order. Not ``itertools.product``, which keeps all of each range in memory."""
+def _walk_grid(ranges: Sequence[range]) -> Iterator[Ints]:
+    """Yield the places in a grid in order. Not ``itertools.product``, which keeps all of each range in memory."""
     if not ranges:
         yield ()
         return
     for index in ranges[0]:
-        for rest in _cells(ranges[1:]):
+        for rest in _walk_grid(ranges[1:]):
             yield (index, *rest)
 
 

@@ -52,6 +52,13 @@ def test_a_folder_of_the_hub_is_inspected_and_verified(folder: Path, capsys: pyt
     assert main(["verify", str(folder), "--require-digests"]) == 1
 
 
+def test_files_are_in_json_if_they_are_asked_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``inspect --files --json`` has a row for each file, with null for what is not known of it."""
+    assert main(["inspect", str(folder), "--files", "--json"]) == 0
+    files = json.loads(capsys.readouterr().out)["files"]
+    assert {"file": "model-00002-of-00002.safetensors", "bytes": 84, "rank": None, "items": 1} in files
+
+
 @pytest.mark.parametrize("how", ["cut", "missing", "longer", "other tensor"])
 def test_verify_names_the_bad_file_of_a_folder(folder: Path, how: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A cut, missing, lengthened file, or one without a tensor of the index: exit code 1, and the others are fine."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 import weakref
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
@@ -48,6 +49,8 @@ from tests.tables import table
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    from torch.distributed.device_mesh import DeviceMesh
 
     from tests.ranks import Ranks
 
@@ -111,6 +114,23 @@ def test_what_no_dtensor_describes_is_refused(ranks: Ranks, how: str, reason: st
     for outcome in outcomes[1:] if how == "outside" else outcomes:
         assert outcome.kind == ShardingError.__name__
         assert re.search(reason, outcome.message)
+
+
+def _with_axes() -> None:
+    mesh = mesh_of(("ep", 2), ("efsdp", 2))
+    held = from_local(torch.zeros(4, 1, 3), mesh["efsdp"], [Shard(1)], (4, 2, 3))
+    for count in (0, -3):
+        restored = restore_ep_dim(held, mesh, expert_dim=count)
+        dropped = drop_ep_dim(restored, mesh, expert_dim=count)
+        assert (restored.shape, dropped.shape) == ((8, 2, 3), (4, 2, 3))
+    for call in (lambda: restore_ep_dim(torch.tensor(1.0), mesh), lambda: drop_ep_dim(restored, mesh, expert_dim=3)):
+        with pytest.raises(ShardingError, match=r"expert_dim=[03]: a tensor of shape .* has no such axis"):
+            call()
+
+
+def test_the_axis_of_experts_may_be_counted_from_the_end(ranks: Ranks) -> None:
+    """A negative axis is restored and dropped; one that a tensor lacks, as the step of an optimizer, is named."""
+    ranks.run(4, _with_axes)
 
 
 class _Block(torch.nn.Module):
@@ -393,6 +413,54 @@ def test_a_trainers_objects_are_understood(ranks: Ranks) -> None:
         assert same_names
         for reason, message in zip(reasons, errors, strict=True):
             assert re.search(reason, message), message
+
+
+class _Lazy:
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._meshes = [mesh]
+
+    @cached_property
+    def ep_mesh(self) -> DeviceMesh:
+        """Found at first use."""
+        return self._meshes[0]
+
+
+class _Tuple(NamedTuple):
+    ep_mesh: DeviceMesh
+
+
+@dataclasses.dataclass(slots=True)
+class _Slots:
+    ep_mesh: DeviceMesh
+
+
+def _specs_of_classes() -> None:
+    mesh, model = mesh_of(("ep", 2)), _Model()
+    expected = build_ep_fqn2spec_info(model, mesh, "experts")
+    states: list[Any] = [_Lazy(mesh), _Tuple(mesh), _Slots(mesh), {"ep": mesh, "size": 2}]
+    assert [build_ep_fqn2spec_info(model, state, "experts") for state in states] == [expected] * 4
+
+
+def test_a_mesh_is_found_in_any_class(ranks: Ranks) -> None:
+    """The mesh of a parallel state may be a cached property, a slot, a field of a named tuple, or a value of a dict."""
+    ranks.run(2, _specs_of_classes)
+
+
+def _specs_by_axis() -> None:
+    mesh, model = mesh_of(("efsdp", 2), ("ep", 2)), _Model()
+    for block in model.trunk:
+        held = from_local(torch.zeros(2, 6), mesh["efsdp"], [Shard(0)], (4, 6))
+        block["_orig_mod"].experts["w1"] = torch.nn.Parameter(held)
+    found, expected = (build_ep_fqn2spec_info(model, mesh, "experts", expert_dim=dim) for dim in (-2, 0))
+    assert found == expected
+    assert isinstance((found["trunk.0.experts.w1"].placements or ())[0], StridedShard)
+    with pytest.raises(ShardingError, match=r"expert_dim=2: a tensor of shape \(4, 6\) has no such axis"):
+        build_ep_fqn2spec_info(model, mesh, "experts", expert_dim=2)
+
+
+def test_specs_of_a_negative_axis_are_the_same(ranks: Ranks) -> None:
+    """The placements of experts on the axis -2 of 2 are those on 0: others would put parts at wrong offsets."""
+    ranks.run(4, _specs_by_axis)
 
 
 class _Layers(torch.nn.Module):

@@ -204,6 +204,18 @@ def test_ranks_must_rename_alike(ranks: Ranks, tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
 
 
+def _export_in_two_formats(path: Path) -> None:
+    export_to_huggingface(path / "c", path / "hf", format=("safetensors", "bin")[dist.get_rank()], max_shard_size=1)
+
+
+def test_ranks_must_write_one_format(ranks: Ranks, tmp_path: Path) -> None:
+    """Another format on another rank is an error that says so: it would write pickles under names of safetensors."""
+    save(tmp_path / "c")
+    for _, text in ranks.run(2, error_of, _export_in_two_formats, tmp_path):
+        assert "ranks disagree on format" in text
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
+
+
 def _made(path: Path) -> Path:
     path.mkdir()
     return path

@@ -9,14 +9,15 @@ import torch
 import torch.distributed as dist
 
 from shardckpt.adapters import to_sharded_state_dict
-from shardckpt.errors import CheckpointingException, DtypeMismatchError, ShardingError
+from shardckpt.errors import CheckpointingException, DtypeMismatchError, KeyMismatchError, ShardingError
 from shardckpt.local.local_checkpoint import load_local, save_local
 from shardckpt.local.tensor_aware import TensorAwareStateDict
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests.local.shards import MODES, check_state, make_part, make_state, make_tensor
-from tests.tables import in_proof
+from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.ranks import Failure, Ranks
@@ -85,6 +86,22 @@ def test_a_plain_tensor_that_nothing_fills_is_said(caplog: pytest.LogCaptureFixt
     part, _ = TensorAwareStateDict.from_state_dict({"w": ShardedTensor.from_rank_offsets("w", make_tensor(1))})
     assert part.to_state_dict({"w": torch.zeros(3)}) == {}
     assert "no shard describes 1 tensor of the state dict to load" in caplog.text
+
+
+@table("make", [lambda: torch.empty(8, 3, device="meta"), lambda: torch.zeros(3).expand(8, 3)])
+def test_a_tensor_that_cannot_be_filled_is_named(make: Callable[[], torch.Tensor]) -> None:
+    """A tensor of the state dict to restore that holds no values, or not as many, is refused as by a load."""
+    part, _ = TensorAwareStateDict.from_state_dict({"w": ShardedTensor.from_rank_offsets("w", make_tensor(1))})
+    with pytest.raises(ShardingError, match=r"'w': its data is (on the meta device|expanded)"):
+        part.to_state_dict({"w": ShardedTensor.from_rank_offsets("w", make())})
+
+
+def test_an_error_says_how_many_shards_nobody_keeps() -> None:
+    """Of many shards that no rank keeps, as after another sharding, the first are named, and the others are counted."""
+    part, _ = TensorAwareStateDict.from_state_dict({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(50))})
+    wanted = {f"{n}": ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, n, 25)) for n in range(25)}
+    with pytest.raises(KeyMismatchError, match=r"no rank .* \('w', .*, \.\.\. and 5 more; if they were made"):
+        part.to_state_dict(wanted)
 
 
 def test_other_shards_than_the_cached_ones_are_validated() -> None:

@@ -11,7 +11,7 @@ from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedTensor
 from shardckpt.parallel.transfers import Transfer, exchange, exchange_shards
-from tests.tables import in_proof
+from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
     from tests.ranks import Ranks
@@ -111,6 +111,20 @@ def test_all_kinds_of_tensors_arrive(ranks: Ranks, algorithm: str, round_bytes: 
         assert all(size <= round_bytes for sizes in rounds for size in sizes)
         assert (len(rounds[0]) > 10) == (round_bytes < 2**20 and algorithm != "gather_object")
         assert bool(rounds[2]) == (algorithm == "broadcast")
+
+
+def _send_columns(algorithm: str, dtype: torch.dtype) -> list[int]:
+    comm = Comm()
+    memory = torch.full((3, 4), comm.rank, dtype=torch.uint8)
+    exchange([Transfer((4, 3), dtype, 1, (0,))], [memory.view(dtype).t()], comm, algorithm)
+    return memory.view(-1).tolist()
+
+
+@table("dtype", [torch.int4, torch.uint4, torch.float4_e2m1fn_x2])
+@table("algorithm", ALGORITHMS)
+def test_dtypes_that_torch_cannot_copy_arrive(ranks: Ranks, algorithm: str, dtype: torch.dtype) -> None:
+    """Tensors of 4 bits are copied where they must be: with strides, and to be pickled."""
+    assert ranks.run(2, _send_columns, algorithm, dtype) == [[1] * 12] * 2
 
 
 def _receives(algorithm: str) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -183,6 +184,16 @@ def test_names_and_twice(tmp_path: Path) -> None:
             writer.write("other", b"")
         assert [file.name for file in writer.files] == ["data"]
     assert (tmp_path / "data").read_bytes() == b"first"
+
+
+def test_bytes_that_are_not_in_order_are_refused(tmp_path: Path) -> None:
+    """A transposed array or a view with steps is the strategy's fault, by name, and leaves no file."""
+    with CheckpointWriter(tmp_path, 0) as writer:
+        for data in (np.zeros((2, 3)).T, memoryview(b"abcd")[::2]):
+            with pytest.raises(PluginError, match=r"a strategy writes 'data' of a .* not in order: give a contiguous"):
+                writer.write("data", data)
+        assert writer.write("data", np.ascontiguousarray(np.zeros((2, 3)).T).data).size == 48
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
 @table("call", ["create", "adopt", "write"])

@@ -234,6 +234,18 @@ def test_folders_are_no_files_of_items(tmp_path: Path) -> None:
         dist_checkpointing.load_tensors_metadata(tmp_path / "alone")
 
 
+def test_a_second_file_of_an_item_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of two files that would be one item the first is read, and a warning names the other."""
+    for number, name in enumerate(("model_0.pt", "model.pt", "loader.json", "loader.pt")):
+        torch.save({"w": torch.full((2,), float(number))}, tmp_path / name)
+    (tmp_path / "loader.json").write_text('{"epoch": 3}')
+    with dist_checkpointing.open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint["model.w"][...].tolist() == [0, 0]
+        assert [*checkpoint] == ["model.w"]
+    for name, item, first in (("model.pt", "model", "model_0.pt"), ("loader.pt", "loader", "loader.json")):
+        assert f"{name} is not read, since the item {item!r} has {first}: move one" in caplog.text
+
+
 def test_state_that_has_names_already_keeps_them(tmp_path: Path) -> None:
     """Flat parameters of FSDP1 have one state for several names, which get_optimizer_state_dict writes as params."""
     group = {"params": ["0.weight", "0.bias"], "param_names": ["_flat_param"], "lr": 0.5}
