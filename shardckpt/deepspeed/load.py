@@ -13,7 +13,7 @@ from shardckpt.chunks.load import ChunkLoadStrategy, StoredChunk
 from shardckpt.deepspeed.index import ModelStates, StoredTensorFile, index_partitions
 from shardckpt.deepspeed.universal import index_universal
 from shardckpt.distributed.comm import Comm
-from shardckpt.errors import listed
+from shardckpt.errors import is_first_warning, listed
 from shardckpt.mapping.sharded_object import PlainObject, ShardedObject
 from shardckpt.planning.boxes import Box
 from shardckpt.strategy import LoadContext, StoredFile, find_error
@@ -74,14 +74,13 @@ class DeepSpeedLoadStrategy(ChunkLoadStrategy):
     def load_common(self, context: LoadContext) -> StateDict:
         """Return the job's other values: its counts of steps, its schedule, and its client state.
 
-        A warning names the values of the optimizer that are not read.
+        The main rank warns, once per checkpoint, of the values of the optimizer that are not read.
         """
         index = self._index(context)
-        if index.unread:
+        unread, directory = listed(sorted(index.unread)), str(context.reader.directory)
+        if index.unread and context.comm.is_main and is_first_warning(__name__, directory, unread):
             logger.warning(
-                "%s: these values of the optimizer are not read, since only Adam's are: %s",
-                context.reader.directory,
-                listed(sorted(index.unread)),
+                "%s: these values of the optimizer are not read, since only Adam's are: %s", directory, unread
             )
         return dict(index.common)
 

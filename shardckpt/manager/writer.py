@@ -156,7 +156,7 @@ def _has_record(path: Path) -> bool:
         return read_manifest(path, get_plugin_manager()).record is not None
     except (CheckpointReplacedError, StorageError):  # it is being written, or the store does not answer
         raise
-    except CheckpointingException:  # it is damaged, of which a warning says more
+    except CheckpointingException:  # it is damaged; the caller has warned of that
         return False
 
 

@@ -96,7 +96,10 @@ def round_number(value: float | None) -> float | str | None:
     """Return a number as JSON has it, with more digits than a page shows: it has no infinity, and no NaN."""
     if value is None:
         return None
-    return float(f"{value:.5g}") if math.isfinite(value) else "infinite"
+    if not math.isfinite(value):
+        return "infinite"
+    rounded = float(f"{value:.5g}")
+    return rounded if math.isfinite(rounded) else value  # the largest float64 rounds to infinity
 
 
 def describe_layouts(

@@ -12,7 +12,7 @@ from shardckpt.errors import CheckpointingException, PluginError, StorageError, 
 from shardckpt.storage.abilities import on_store
 from shardckpt.storage.places import list_folders
 from shardckpt.storage.remote import RemotePath
-from shardckpt.storage.store_errors import mask_password
+from shardckpt.storage.store_errors import mask_password, mask_secrets
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -47,7 +47,9 @@ def open_folder(url: str, plugins: PluginManager) -> RemoteFolder:
         from shardckpt.plugins.origin import bracket_origin  # slow to import
 
         origin = bracket_origin(exc, plugins)
-        raise StorageError(f"cannot open {mask_password(url)}: {type(exc).__name__}: {exc}{origin}") from exc
+        # the error may quote the URL
+        said = mask_secrets(f"cannot open {url}: {type(exc).__name__}: {exc}{origin}")
+        raise StorageError(said) from exc
     if folder is None:
         raise _unserved_error(url, plugins)
     lacks = [name for name in _METHODS if not callable(getattr(folder, name, None))]

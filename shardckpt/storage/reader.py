@@ -282,7 +282,8 @@ class CheckpointReader:
         Raises:
             CorruptCheckpointError: the range is outside the file, or a digest differs.
         """
-        self.read_ranges([RangeRead(name, offset, buffer.cast("B"), what)])
+        memory = buffer.cast("B") if buffer.nbytes else memoryview(bytearray())  # no cast takes a shape with a 0
+        self.read_ranges([RangeRead(name, offset, memory, what)])
 
     def read_ranges(self, ranges: Sequence[RangeRead], meanwhile: Callable[[], object] | None = None) -> None:
         """Fill memory from many ranges, without a copy, by threads that do nothing but read and check digests.

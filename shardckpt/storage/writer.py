@@ -119,7 +119,7 @@ class CheckpointWriter:
         self._open: dict[str, FileWriter | SharedFile] = {}
         #: Names of all files that were begun.
         self._begun: set[str] = set()
-        #: With a memory budget: name of the open object of several parts, of which there is one at a time; else "".
+        #: Name of the open object of several parts. Only with a memory budget, which allows one at a time; else "".
         self._in_parts = ""
         #: Records of the files that are complete.
         self.files: list[FileRecord] = []

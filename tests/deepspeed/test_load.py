@@ -7,6 +7,7 @@ import json
 import shutil
 import zipfile
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ import torch
 from shardckpt import dist_checkpointing as dc
 from shardckpt.adapters import load_into, to_sharded_state_dict
 from shardckpt.cli import main
+from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CannotLoadError, CheckpointingException, CorruptCheckpointError
 from shardckpt.maintenance import convert_checkpoint, diff_checkpoints
-from shardckpt.maintenance.sources import open_any
+from shardckpt.maintenance.sources import open_any, open_source
+from shardckpt.plugins import get_plugin_manager
+from shardckpt.testing import RankThreads
 from tests.tables import table
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "deepspeed"
@@ -118,6 +122,25 @@ def test_values_of_another_optimizer_are_named(name: str, tmp_path: Path, caplog
         for key, tensor in _expect(name).items():
             if key.endswith(".exp_avg"):
                 assert checkpoint[key][...].equal(tensor)
+
+
+def test_values_that_are_not_read_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The main rank alone, and it once, warns of the values that are not read, however often each rank loads."""
+    shutil.copytree(GOLDEN / "universal-zero1", tmp_path / "zero")
+    _rename_state(tmp_path / "zero")
+
+    def load() -> list[int]:
+        comm, counts = Comm(), []
+        with open_source(tmp_path / "zero", get_plugin_manager()) as opened:
+            for rank in (1, 0):
+                for _ in range(2 if comm.rank == rank else 0):
+                    opened.strategy.load_common(replace(opened.context, comm=comm))
+                comm.sync_errors()
+                counts.append(caplog.text.count("not read, since only Adam's are: square_avg"))
+                comm.sync_errors()
+        return counts
+
+    assert RankThreads().run(2, load) == [[0, 1]] * 2
 
 
 def test_the_jobs_values_are_common_state(tmp_path: Path) -> None:

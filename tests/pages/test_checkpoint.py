@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.cli import main
 from shardckpt.maintenance.sources import open_any
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.pages.checkpoint import describe_checkpoint, describe_layouts
@@ -116,3 +117,12 @@ def test_boxes_that_cannot_be_listed_leave_a_page_without_maps(tmp_path: Path, m
         data = describe_checkpoint(checkpoint, HEADER)
     assert data["layout"] == [-1]
     assert "does not say which file" in data["boxesFault"]
+
+
+def test_a_page_has_the_largest_number(tmp_path: Path) -> None:
+    """A page with statistics of the largest float64, which five digits would round to infinity, is written."""
+    value = torch.finfo(torch.float64).max
+    w = torch.tensor([-value, value], dtype=torch.float64)
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", w)}, tmp_path / "c")
+    assert main(["inspect", str(tmp_path / "c"), "--stats", "--html", str(tmp_path / "page.html")]) == 0
+    assert '"minimum":[-1.7976931348623157e+308]' in (tmp_path / "page.html").read_text()

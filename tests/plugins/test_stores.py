@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.errors import PluginError
+from shardckpt.errors import PluginError, StorageError
 from shardckpt.plugins import get_plugin_manager, stores
 from shardckpt.plugins.hookspecs import hookimpl
 from shardckpt.plugins.stores import open_folder
@@ -41,6 +41,27 @@ def test_what_is_no_store_is_named() -> None:
             dc.load({}, "wrong://number")
     finally:
         get_plugin_manager().unregister(plugin)
+
+
+class _Quoting:
+    """Fails with an error that quotes the URL."""
+
+    @hookimpl
+    def shardckpt_filesystem(self, url: str) -> Any:
+        if url.startswith("quoting://"):
+            raise ValueError(f"no host in {url}")
+
+
+def test_no_password_that_a_plugin_quotes_is_said() -> None:
+    """The error of a plugin that cannot open a URL shows no password of it, also where the plugin quotes the URL."""
+    plugin = _Quoting()
+    get_plugin_manager().register(plugin, "quoting")
+    try:
+        with pytest.raises(StorageError, match=r"no host in quoting://user:\*\*\*@host/run") as caught:
+            open_folder("quoting://user:hunter2@host/run", get_plugin_manager())
+    finally:
+        get_plugin_manager().unregister(plugin)
+    assert "hunter2" not in str(caught.value)
 
 
 def test_hidden_names_are_asked_about_by_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

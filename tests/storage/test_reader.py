@@ -10,6 +10,7 @@ import tracemalloc
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,6 +53,16 @@ def test_any_range(tmp_path_factory: pytest.TempPathFactory, records: list[bytes
             assert bytes(buffer) == reader.read_range("data", start, stop - start, "key") == content[start:stop]
             assert reader.read("data") == content
             assert reader.size("data") == len(content)
+
+
+@table("shape", [(0, 3), (2, 0), (0,), (), (3, 4)])
+def test_memory_of_any_shape_is_filled(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Memory of any shape is filled, also a 0-dim one and one without elements, as of an empty array of numpy."""
+    found = write(tmp_path, "data", [[bytes(range(12))]])
+    memory = np.full(shape, 255, np.uint8)
+    with CheckpointReader(tmp_path, manifest(found)) as reader:
+        reader.read_into("data", 0, memoryview(memory), "key")
+    assert memory.tobytes() == bytes(range(memory.size))
 
 
 @settings(deadline=None, max_examples=30)
