@@ -173,7 +173,8 @@ def drop_ep_dim(
     placements = [Shard(place.dim) if isinstance(place, StridedShard) else place for place in kept]
     if not any(isinstance(place, Shard) for place in placements):
         return get_local_tensor(tensor)
-    here, expert_dim = own.get_coordinate() or (0,) * own.ndim, _find_expert_dim(tensor, expert_dim)
+    expert_dim = _find_expert_dim(tensor, expert_dim)
+    here = own.get_coordinate() or (0,) * own.ndim
     shape = compute_local_shape(tensor.shape, [Split(expert_dim, own.size(ep_dim), here[ep_dim])])
     names = tuple((own.mesh_dim_names or ())[dim] for dim in rest)
     dropped = make_dtensor(get_local_tensor(tensor), own[names], placements, shape)

@@ -40,7 +40,7 @@ def make_state_dict(common: StateDict, values: StateDict, source: Path) -> State
     if structure is not None:
         found: StateDict = _insert_tensors(structure, values)
         return found
-    # an empty dict takes no place: earlier steps of the manager have one for each state
+    # an empty dict takes no place: earlier steps of the manager have one for each state without tensors
     if twice := sorted(name for name in values.keys() & common.keys() if common[name] != {}):
         raise CheckpointingException(
             f"{source} has both a tensor or object and an entry of the common state of these names, for which a plain "

@@ -95,11 +95,11 @@ def _plan_transfers(everyone: Sequence[_Inventory], group: Comm) -> dict[ShardId
     lost = targets.keys() - sources.keys()
     if lost:
         named = listed(sorted(repr(shard[1:4]) for shard in lost))
-        is_alone = group.world_size == 1
-        hint = "if they were made with algo='fully_parallel', pass that and the same group here, too; " * is_alone
+        hint = "if they were made with algo='fully_parallel', pass that and the same group here, too; "
         raise KeyMismatchError(
             f"no rank of the group keeps these shards (key, offset, shape): {named}; "
-            f"{hint}shards must have the same offsets and shapes as when they were kept"
+            f"{hint if group.world_size == 1 else ''}shards must have the same offsets and shapes as when they were "
+            "kept"
         )
     transfers = {}
     for shard, ranks in targets.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from functools import partial
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 from shardckpt.distributed.error_report import replace_text
 from shardckpt.engine.operation import report_skipped
@@ -119,9 +119,9 @@ def resolve_step(folder: StepFolder, comm: Comm, step: int = NEWEST, without: Co
     was marked as failed by a verification is skipped with a warning that names it; those in ``without`` proved damaged
     when they were read. A complete checkpoint that no installed strategy can read is a CannotLoadError instead, and a
     step that the file system does not let us read a StorageError: to continue from an older step would lose training.
-    If no step can be loaded, and some are damaged, it is a
-    CorruptCheckpointError. A ``step`` that is named (not -1, the newest) must be one that can be loaded: else it is a
-    CannotLoadError, or a CorruptCheckpointError if it is damaged.
+    If no step can be loaded, and some are damaged, it is a CorruptCheckpointError. A ``step`` that is named (not -1,
+    the newest) must be one that can be loaded: else it is a CannotLoadError, or a CorruptCheckpointError if it is
+    damaged.
     """
     with comm.local_phase("reading the steps to skip"):
         without = sorted({parse_number(each, "without", "a list of steps") for each in list_given(without)})
@@ -200,8 +200,8 @@ def find_newest(folder: StepFolder, without: Collection[int] = ()) -> int | None
             continue
         if found.error is None:
             return step
-        if found.is_unread:
-            raise _explain_unread(folder, found)
+        if isinstance(found.error, StorageError):
+            raise _explain_unread(folder, step, found.error)
         what = "damaged" if found.is_damaged else "not a complete checkpoint"
         logger.warning("step %d in %s is skipped, %s: %s", step, folder, what, found.error)
         if found.is_damaged:
@@ -216,9 +216,8 @@ def find_newest(folder: StepFolder, without: Collection[int] = ()) -> int | None
     return None
 
 
-def _explain_unread(folder: StepFolder, found: StepCheckpoint) -> CheckpointingException:
+def _explain_unread(folder: StepFolder, step: int, error: StorageError) -> CheckpointingException:
     """Return the error of a newest step that may be whole, with the newest whole one before it."""
-    error = cast("StorageError", found.error)
-    older = _find_older(folder, found.step)
+    older = _find_older(folder, step)
     advice = f"; manager.load(step={older}) loads the newest whole one before it" if older >= 0 else ""
-    return replace_text(error, f"step {found.step} in {folder} may be whole, but cannot be read now: {error}{advice}")
+    return replace_text(error, f"step {step} in {folder} may be whole, but cannot be read now: {error}{advice}")
