@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 
 
 def get_state(owner: Module, optimizer: Optimizer) -> Any:
-    """Return the result of ``get_optimizer_state_dict``, which makes no state here for an optimizer that has none."""
+    """Collective: return ``get_optimizer_state_dict``'s result; an optimizer without state gets none by it."""
     with _suppress_initial_state(optimizer):
         return get_optimizer_state_dict(owner, optimizer)
 
 
 def make_state(owner: Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the state by name, with new state of parameters that have none: flat ones do not show its shapes.
+    """Collective: return the state by name, with new state of parameters that have none.
 
-    The values of new state are not meaningful, and the optimizer does not keep it.
+    Flat parameters do not show its shapes. Its values are not meaningful, and the optimizer does not keep it.
     """
     with _temporary_state(optimizer):
         return get_state(owner, optimizer)["state"]  # type: ignore[no-any-return]
 
 
 def set_state(owner: Module, optimizer: Optimizer, states: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
-    """Give an optimizer its state and the options of its groups, by ``set_optimizer_state_dict``."""
+    """Collective: give an optimizer its state and its groups' options, by ``set_optimizer_state_dict``."""
     mine = {name: dict(states[name]) for group in groups for name in group["params"] if name in states}
     with _suppress_initial_state(optimizer):
         set_optimizer_state_dict(

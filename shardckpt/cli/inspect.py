@@ -451,7 +451,7 @@ def _list_all(found: _Found) -> dict[str, Any]:
     )
     if found.statistics is not None:
         rows = Rows({**row, "statistics": make_plain(each)} for row, each in zip(rows, found.statistics, strict=True))
-    said = {
+    document = {
         "checkpoint": found.directory,
         **found.header,
         "parameters": found.tensors.count_parameters(),
@@ -463,8 +463,8 @@ def _list_all(found: _Found) -> dict[str, Any]:
         "incomplete_files": _list_faults(found.incomplete),
     }
     if found.files is not None:
-        said["files"] = [dict(zip(_FILE_COLUMNS, row, strict=True)) for row in found.files]
-    return said
+        document["files"] = [dict(zip(_FILE_COLUMNS, row, strict=True)) for row in found.files]
+    return document
 
 
 def _read_common(checkpoint: StoredCheckpoint) -> tuple[list[str], str]:
@@ -480,7 +480,7 @@ def _read_common(checkpoint: StoredCheckpoint) -> tuple[list[str], str]:
 def _affected(file: IncompleteFile, prefix: str, *, verbose: bool) -> str:
     """Return the keys that have lost bytes in a file, and how many have lost none."""
     lost, kept = ([key for key in keys if key.startswith(prefix)] for keys in (file.keys, file.kept))
-    said = ""
+    text = ""
     if lost:
-        said = f"; {format_many(len(lost), 'key')} cannot be read completely: {_list_keys(lost, verbose=verbose)}"
-    return said + (f"; {format_many(len(kept), 'other' if lost else 'key')} before its end" if kept else "")
+        text = f"; {format_many(len(lost), 'key')} cannot be read completely: {_list_keys(lost, verbose=verbose)}"
+    return text + (f"; {format_many(len(kept), 'other' if lost else 'key')} before its end" if kept else "")

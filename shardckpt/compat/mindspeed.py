@@ -428,7 +428,7 @@ def _layout_by_rank(key: str, value: Any, metadata: Metadata, split: Split) -> E
     box = found[0].box if found else make_empty_box(shape, [split])
     if tuple(value.shape) != box.shape:
         raise ShapeMismatchError(
-            f"{key!r} is stored with shape {shape}, of which rank {split.index} of {split.count} has {box.shape}; the "
+            f"{key!r} is stored with shape {shape}, and rank {split.index} of {split.count} has {box.shape} of it; the "
             f"tensor to be filled has {tuple(value.shape)}"
         )
     if not isinstance(value, DTensor):

@@ -194,7 +194,7 @@ class HuggingFaceLoadStrategy(ChunkLoadStrategy):
         """Return the key map entries of a shard, and the finder of their boxes.
 
         They have all elements of its tensor, but of a part of the model, and with allow_shape_mismatch. They are the
-        same for all shards of a tensor, of which a model with hundreds of experts has as many as entries.
+        same for all shards of a tensor: a model with hundreds of experts has as many shards of it as entries.
         """
         at = shard.key, shard.allow_shape_mismatch
         if at not in self._fitted:

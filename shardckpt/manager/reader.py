@@ -21,7 +21,7 @@ from shardckpt.errors import (
     listed,
 )
 from shardckpt.manager.exclusion import leave_out
-from shardckpt.manager.numbered import name_numbers
+from shardckpt.manager.numbered_optimizers import name_numbers
 from shardckpt.manager.rng import RNG
 from shardckpt.manager.states import LR_SCHEDULER, MODEL, OPTIMIZER, Ranks, name_state
 from shardckpt.manager.steps import MODEL_PREFIX, PER_RANK_KEY, PREFIX_KEY, MissingStatesError

@@ -90,8 +90,8 @@ class CheckpointReader:
         memory_budget: Bytes that may be in memory at a time besides the destinations, the returned bytes, the index and
             the tables of digests; None: as many as are fast.
         crcs: Which CRC-32 of archives are compared, where there are no digests: ``entire``, the default if digests are
-            checked, for members that are read entirely; ``parts`` for all members of which any part is read, which
-            reads the rest of them, too; or ``none``.
+            checked, for members that are read entirely; ``parts`` for all members that are read in part, too,
+            whose rest is read for it; or ``none``.
 
     Attributes:
         directory: The checkpoint's real path, for errors.

@@ -165,11 +165,11 @@ def find_files(reader: CheckpointReader, declared: Mapping[str, DeclaredItem]) -
         else:
             others += files.values()
     for name in others:
-        _add_single(name, found, reader)
+        _add_one_file(name, found, reader)
     return found
 
 
-def _add_single(name: str, found: dict[str, dict[int, Layout]], reader: CheckpointReader) -> None:
+def _add_one_file(name: str, found: dict[str, dict[int, Layout]], reader: CheckpointReader) -> None:
     """Add the item of a file that one rank has written; a warning says so if the item has files already."""
     item, _, suffix = name.rpartition(".")
     if suffix not in _FORMS or not item:
