@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 #: Pairs of boxes that are compared at a time, which bounds the memory that they take.
 _PAIRS = 1 << 20
+#: Pairs for each box, above which a search for the near boxes takes less time than the comparison of all.
+_PAIRS_OF_BOX = 16
 
 
 class Overlaps(NamedTuple):
@@ -60,7 +62,10 @@ def find_overlaps(wanted: Table, stored: Table, bounds: torch.Tensor) -> Overlap
         found = match >= 0
         left, number = (~found).nonzero().view(-1), found.nonzero().view(-1)
         parts = [Overlaps(number, rows[match[number]], wanted.offset[number], wanted.extent[number])]
-    parts += _compare_all(wanted, left, stored, first[left], counts[left])
+    if int(counts[left].sum()) > _PAIRS_OF_BOX * (len(left) + len(stored.spec)):
+        parts.append(_compare_near(wanted, left, stored, bounds))
+    else:
+        parts += _compare_all(wanted, left, stored, first[left], counts[left])
     if len(parts) == 1:
         return parts[0]
     return Overlaps(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
@@ -110,6 +115,40 @@ def _match_equal(wanted: Table, stored: Table) -> torch.Tensor:
     # of stored boxes with equal hashes only the first is compared; a box that this misses is found by _compare_all
     same = (stored.spec[row] == wanted.spec) & (stored.offset[row] == wanted.offset).all(1)
     return torch.where(same & (stored.extent[row] == wanted.extent).all(1), row, -1)
+
+
+def _compare_near(wanted: Table, rows: torch.Tensor, stored: Table, bounds: torch.Tensor) -> Overlaps:
+    """Return the overlaps of some rows of ``wanted`` with the stored boxes that are near along one axis.
+
+    That is, for each tensor, the axis which its boxes cut most. Thousands of boxes wanted of thousands make millions of
+    pairs, of which few overlap.
+    """
+    near = list_rows(sort_unique(wanted.spec[rows]), bounds)
+    boxes = stored.rows(near)
+    ends = boxes.offset + boxes.extent
+    tensors, axes = len(bounds) - 1, ends.shape[1]
+    by_tensor = boxes.spec[:, None].expand(-1, axes)
+    longest = boxes.offset.new_zeros(tensors, axes).scatter_reduce_(0, by_tensor, boxes.extent, "amax")
+    size = boxes.offset.new_zeros(tensors, axes).scatter_reduce_(0, by_tensor, ends, "amax")
+    axis = (longest / size.clamp(min=1)).argmin(1)
+    starts, place = _along(boxes.offset, axis[boxes.spec]).unique(return_inverse=True)  # type: ignore[no-untyped-call]
+    keys, order = (boxes.spec * len(starts) + place).sort()
+    # a box that starts further before the wanted one than the longest box is long ends before it
+    spec, chosen = wanted.spec[rows], axis[wanted.spec[rows]]
+    begin = _along(wanted.offset[rows], chosen)
+    end = begin + _along(wanted.extent[rows], chosen)
+    first = spec * len(starts) + torch.searchsorted(starts, begin - _along(longest[spec], chosen), right=True)
+    last = spec * len(starts) + torch.searchsorted(starts, end)
+    first, last = torch.searchsorted(keys, first), torch.searchsorted(keys, last)
+    counts = (last - first).clamp(min=0)  # an empty box may have none
+    parts = [*_compare_all(wanted, rows, boxes.rows(order), first, counts)]
+    found = Overlaps(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+    return found._replace(stored=near[order[found.stored]])
+
+
+def _along(table: torch.Tensor, axis: torch.Tensor) -> torch.Tensor:
+    """Return the value of each row of (rows, axes) at its own axis."""
+    return table.gather(1, axis[:, None])[:, 0]
 
 
 def _compare_all(
