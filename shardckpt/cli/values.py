@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -40,15 +39,14 @@ def read_values(checkpoint: StoredCheckpoint, key: str, index: tuple[Any, ...]) 
     """
     from shardckpt.engine.display import show_progress
     from shardckpt.engine.progress import Progress
-    from shardckpt.maintenance.statistics import compute_statistics
+    from shardckpt.maintenance.statistics import compute_statistics, find_nbytes
     from shardckpt.plugins.manager import get_plugin_manager
 
     if key not in checkpoint:
         raise KeyMismatchError(f"no tensor has the key {key!r} {name_known(key, checkpoint, 'keys')}")
     stored = checkpoint[key]
     with show_progress("inspect"):
-        size = math.prod(stored.shape) * stored.dtype.itemsize
-        progress = Progress("inspect", "", size, get_plugin_manager())
+        progress = Progress("inspect", "", find_nbytes(stored), get_plugin_manager())
         statistics = compute_statistics(stored, index, progress.add)
         progress.end()  # of a region, which is not all of the tensor
     shape = "x".join(map(str, stored.shape)) or "()"
@@ -96,15 +94,15 @@ def list_statistics(checkpoint: StoredCheckpoint, keys: Sequence[str]) -> list[S
     """Return the statistics of tensors, read block by block; None of one whose dtype torch does not compute with."""
     from shardckpt.engine.display import show_progress
     from shardckpt.engine.progress import Progress
-    from shardckpt.maintenance.statistics import compute_statistics, is_numeric
+    from shardckpt.maintenance.statistics import compute_each, find_nbytes, is_numeric
     from shardckpt.plugins.manager import get_plugin_manager
 
-    tensors = [checkpoint[key] for key in keys]
-    chosen = {each.key for each in tensors if is_numeric(each.dtype)}
-    total = sum(math.prod(each.shape) * each.dtype.itemsize for each in tensors if each.key in chosen)
+    numeric = [checkpoint[key] for key in keys if is_numeric(checkpoint[key].dtype)]
     with show_progress("inspect"):
-        progress = Progress("inspect", "", total, get_plugin_manager())
-        return [compute_statistics(each, ..., progress.add) if each.key in chosen else None for each in tensors]
+        progress = Progress("inspect", "", sum(map(find_nbytes, numeric)), get_plugin_manager())
+        computed = compute_each(checkpoint, numeric, progress.add)
+        found = {each.key: statistics for each, statistics in zip(numeric, computed, strict=True)}
+    return [found.get(key) for key in keys]
 
 
 def make_statistics_table(forms: Sequence[tuple[str, str, str]], found: Sequence[Statistics | None]) -> str:

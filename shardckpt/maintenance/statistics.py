@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardckpt.errors import CheckpointingException
+from shardckpt.planning.batches import batch_by_bytes
 from shardckpt.tensors.memory import QUANTIZED_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from shardckpt.engine.lazy import StoredTensor
+    from shardckpt.engine.lazy import StoredCheckpoint, StoredTensor
 
 #: Bytes of a block. Peak memory is about 18 times this for 1-byte dtypes: the block (1), its float64 copy (8), a mask
 #: (1) and the finite values (8).
@@ -60,12 +61,33 @@ def compute_statistics(
     Raises:
         CheckpointingException: torch does not convert the dtype to float64.
     """
+    return _summarize(stored, stored.blocks(index, max_bytes=_BLOCK_BYTES), count_bytes)
+
+
+def compute_each(
+    checkpoint: StoredCheckpoint, tensors: Iterable[StoredTensor], count_bytes: Callable[[int], None]
+) -> Iterator[Statistics]:
+    """Yield the statistics of each tensor; see :func:`compute_statistics`. Small ones are read together."""
+    for batch in batch_by_bytes(tensors, find_nbytes, _BLOCK_BYTES):
+        if len(batch) == 1:
+            yield compute_statistics(batch[0], ..., count_bytes)
+        else:
+            values = checkpoint.read([each.key for each in batch])  # a plan for all of them
+            yield from (_summarize(each, [values[each.key]], count_bytes) for each in batch)
+
+
+def find_nbytes(stored: StoredTensor) -> int:
+    """Return the bytes of a stored tensor's values."""
+    return math.prod(stored.shape) * stored.dtype.itemsize
+
+
+def _summarize(stored: StoredTensor, blocks: Iterable[torch.Tensor], count_bytes: Callable[[int], None]) -> Statistics:
     count = nans = infs = finite_count = 0
     minima: list[float] = []
     maxima: list[float] = []
     sums: list[float] = []
     norms: list[float] = []
-    for block in stored.blocks(index, max_bytes=_BLOCK_BYTES):
+    for block in blocks:
         count_bytes(block.nbytes)
         values = _to_float64(stored, block)
         finite = values[values.isfinite()]

@@ -10,7 +10,7 @@ import torch
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.maintenance import statistics
-from shardckpt.maintenance.statistics import compute_statistics
+from shardckpt.maintenance.statistics import compute_each, compute_statistics
 from shardckpt.mapping import ShardedTensor
 from tests.tables import table
 
@@ -31,13 +31,14 @@ TENSORS = {
 
 
 @table("limit", [8, 64, 1 << 20])
-def test_statistics_do_not_depend_on_the_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    """They are those of torch in float64 whatever the size of a block, for every dtype."""
+def test_statistics_do_not_depend_on_the_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """They are those of torch in float64 whatever is read at a time, for every dtype."""
     monkeypatch.setattr(statistics, "_BLOCK_BYTES", limit)
     dc.save({key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in TENSORS.items()}, tmp_path / "c")
     with dc.open_checkpoint(tmp_path / "c") as checkpoint:
-        for key, tensor in TENSORS.items():
-            found = compute_statistics(checkpoint[key])
+        read: list[int] = []
+        each = compute_each(checkpoint, [checkpoint[key] for key in TENSORS], read.append)
+        for tensor, found in zip(TENSORS.values(), each, strict=True):
             values = tensor.to(torch.complex128).abs() if tensor.is_complex() else tensor.double()
             finite = values[values.isfinite()]
             assert (found.count, found.nans) == (tensor.numel(), int(values.isnan().sum()))
@@ -51,6 +52,7 @@ def test_statistics_do_not_depend_on_the_blocks(tmp_path: Path, monkeypatch: pyt
                 assert found.mean == pytest.approx(finite.mean().item())
             else:
                 assert (found.minimum, found.maximum, found.mean) == (None, None, None)
+    assert sum(read) == sum(tensor.nbytes for tensor in TENSORS.values())
 
 
 def test_blocks_are_the_region_in_order(tmp_path: Path) -> None:
