@@ -166,7 +166,7 @@ def describe_leftovers(folder: str, found: Sequence[CheckpointSummary], inside: 
         inner |= {str(each.relative_to(top)) for each in inside if each != top}
     for name in ("", *sorted(inner)):
         place = f"{folder.rstrip('/') or '/'}/{name}" if name else folder
-        left = [each for each in _find_leftovers(place) if each.path not in seen]
+        left = [each for each in _find_leftovers(place, is_inner=bool(name)) if each.path not in seen]
         if not left:
             continue
         seen.update(each.path for each in left)
@@ -181,13 +181,18 @@ def describe_leftovers(folder: str, found: Sequence[CheckpointSummary], inside: 
     return lines
 
 
-def _find_leftovers(folder: str) -> list[PruneResult]:
-    """Return the leftovers of killed saves in a folder or next to a checkpoint; none next to a file and at a URL."""
-    from shardckpt.commit.leftovers import find_leftovers_of
+def _find_leftovers(folder: str, *, is_inner: bool) -> list[PruneResult]:
+    """Return the leftovers of killed saves in a folder or next to a checkpoint; none next to a file and at a URL.
+
+    Those next to an inner folder are found in the one around it, which may have thousands of them.
+    """
+    from shardckpt.commit.leftovers import find_leftovers, find_leftovers_of
     from shardckpt.engine.locations import find_local
 
     place = find_local(folder)
-    if place is None or place.is_file() or not find_leftovers_of(place):
+    if place is None or place.is_file():
+        return []
+    if not (find_leftovers(place, lambda _: True) if is_inner else find_leftovers_of(place)):
         return []
     from shardckpt.engine.pruning import prune_leftovers  # it imports pydantic
 

@@ -15,10 +15,13 @@ from safetensors.torch import save_file
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
+from shardckpt.commit import leftovers
 from shardckpt.mapping import ShardedTensor
+from shardckpt.storage.places import list_names
 from tests.commit import owners
 from tests.damage import flip
 from tests.manager import folders
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,6 +102,22 @@ def test_leftovers_in_folders_are_said(zoo: Path, capsys: pytest.CaptureFixture[
         said = [line for line in capsys.readouterr().out.splitlines() if "1 hidden directory of" in line]
         assert len(said) == 1, call
         assert said[0].endswith(advice)
+
+
+@table("options", [[], ["-r"]])
+def test_leftovers_are_looked_for_once_in_each_folder(
+    zoo: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    """Next to a thousand runs are not a million names to read."""
+    listed: list[Path] = []
+
+    def list_once(place: Path) -> list[str]:
+        listed.append(place)
+        return list_names(place)
+
+    monkeypatch.setattr(leftovers, "list_names", list_once)
+    main(["ls", *options, str(zoo / "team")])
+    assert len(listed) == len({*listed}) > 1
 
 
 def test_verify_counts_what_it_skips(
