@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import heapq
 import itertools
 import re
 from collections import Counter
@@ -15,7 +16,7 @@ from shardckpt.planning.boxes import Box
 from shardckpt.plugins.key_mapping import Identity, KeyMapEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from shardckpt.planning.boxes import Ints
     from shardckpt.plugins.key_mapping import Padding
@@ -212,10 +213,12 @@ class RuleMapping:
     def __init__(self, rules: Sequence[Rule], config: HubConfig | None = None) -> None:
         self._rules = tuple(rules)
         self._config = config
+        self._by_stored = _RuleFinder([(rule.stored,) for rule in self._rules])
+        self._by_hub = _RuleFinder([rule.hub for rule in self._rules])
 
     def links(self, key: str, shape: Ints) -> Sequence[KeyMapEntry]:
         """Return the key map entries of a stored tensor of a global shape; none if it is not exported."""
-        found = (rule.links(key, shape, self._config) for rule in self._rules)
+        found = (self._rules[number].links(key, shape, self._config) for number in self._by_stored.find(key))
         return next((links for links in found if links is not None), Identity().links(key, shape))
 
     def with_config(self, config: Mapping[str, Any], padding: Padding) -> RuleMapping:
@@ -240,7 +243,8 @@ class RuleMapping:
         extents: dict[str, Ints] = {}
         unmatched = []
         for name, shape in folder.items():
-            found = ((rule, rule.locate(name, folder)) for rule in self._rules if shape)
+            rules = [self._rules[number] for number in self._by_hub.find(name)] if shape else []
+            found = ((rule, rule.locate(name, folder)) for rule in rules)
             rule, located = next((each for each in found if each[1] is not None), (None, None))
             if rule is None or located is None:
                 unmatched.append(name)
@@ -259,11 +263,33 @@ class RuleMapping:
 
     def knows(self, key: str) -> bool:
         """Return whether a rule matches a name, or gives it to a tensor of the folder."""
-        return any(_match(name, key) for rule in self._rules for name in (rule.stored, *rule.hub))
+        stored = (self._rules[number].stored for number in self._by_stored.find(key))
+        hub = (name for number in self._by_hub.find(key) for name in self._rules[number].hub)
+        return any(_match(name, key) for name in itertools.chain(stored, hub))
 
     def find_unused(self, keys: Collection[str]) -> Sequence[str]:
         """Return the stored names of the rules that match none of these keys."""
-        return [rule.stored for rule in self._rules if not any(_match(rule.stored, key) for key in keys)]
+        given = {*keys}
+        unused = (rule.stored for rule in self._rules if rule.stored not in given)
+        return [name for name in unused if not _FIELD.search(name) or not any(_match(name, key) for key in given)]
+
+
+class _RuleFinder:
+    """Finds the rules that may match a name: of thousands without a field, as of a table of names, only its own."""
+
+    def __init__(self, names: Sequence[Sequence[str]]) -> None:
+        self._with_fields: list[int] = []
+        self._by_name: dict[str, list[int]] = {}
+        for number, templates in enumerate(names):
+            if any(map(_FIELD.search, templates)):
+                self._with_fields.append(number)
+                continue
+            for name in dict.fromkeys(templates):
+                self._by_name.setdefault(name, []).append(number)
+
+    def find(self, name: str) -> Iterator[int]:
+        """Yield the numbers of the rules, in their order."""
+        return heapq.merge(self._by_name.get(name, ()), self._with_fields)
 
 
 def _fill(template: str, fields: Mapping[str, str]) -> str:

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.errors import CheckpointingException, PluginError, ShardingError
-from shardckpt.huggingface import Rule, RuleMapping
+from shardckpt.huggingface import Rule, RuleMapping, rules
 from shardckpt.huggingface.models import find_mapping
+from shardckpt.huggingface.rules import _match
 from shardckpt.planning.boxes import Box, intersect
 from shardckpt.planning.coverage import find_hole, find_overlap
 from shardckpt.plugins.key_mapping import Identity, KeyMapEntry, get_key_map_entries
@@ -117,3 +118,23 @@ def test_links_must_lie_in_both_tensors(link: KeyMapEntry) -> None:
     """A plugin's mapping that leaves a tensor, or drops an axis that is not 1, is named and does no harm."""
     with pytest.raises(PluginError, match="_Wrong maps 'w'"):
         get_key_map_entries(_Wrong(link), "w", (3, 3))
+
+
+def test_a_table_of_names_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of a thousand names is compared with its own rule and with patterns; the first rule that matches counts."""
+    table_of_names = [Rule(f"layers.{number}.w", (f"model.{number}.w",)) for number in range(1000)]
+    mapping = RuleMapping([Rule("layers.7.{part}", ("model.seven.{part}",)), *table_of_names])
+    compared = []
+
+    def match(template: str, key: str) -> Any:
+        compared.append(template)
+        return _match(template, key)
+
+    monkeypatch.setattr(rules, "_match", match)
+    keys = [rule.stored for rule in table_of_names]
+    names = [mapping.links(key, (4,))[0].name for key in keys]
+    assert names == ["model.seven.w" if number == 7 else f"model.{number}.w" for number in range(1000)]
+    assert mapping.find_stored_shapes(dict.fromkeys(names, (4,))) == (dict.fromkeys(keys, (4,)), [])
+    assert all(map(mapping.knows, [*keys, *names]))
+    assert mapping.find_unused(keys[:999]) == ["layers.999.w"]
+    assert len(compared) < 20_000
