@@ -222,7 +222,7 @@ def test_a_tensor_of_neither_length_is_refused() -> None:
     stored = _stored((8, 6), [((0, 0), (8, 6))])
     given = {"state_dict": {"w1": torch.zeros(3, 6)}, "metadata": metadata.Metadata({"w1": stored})}
 
-    with pytest.raises(ShapeMismatchError, match=r"rank 0 of 2 has \(4, 6\) of it; the tensor to be filled has \(3, 6\)"):
+    with pytest.raises(ShapeMismatchError, match=r"rank 0 of 2 has \(4, 6\) of it; the tensor .* has \(3, 6\)"):
         create_default_local_load_plan_with_moe(lambda _: True, 0, **given, ep_size=2)  # type: ignore[arg-type]
     with pytest.raises(ShardingError, match=r"different numbers of experts, .* pass ep_size="):
         create_default_local_load_plan_with_moe(lambda _: True, 0, **given)  # type: ignore[arg-type]
