@@ -155,7 +155,7 @@ def _array_of_objects(shape: tuple[int, ...], dtype: Any, content: Any, order: A
     flat = _numpy().empty(len(content), dtype)
     for index, value in enumerate(content):
         flat[index] = value
-    return flat.reshape(shape, order=order)
+    return _numpy().array(flat.reshape(shape), order=order)  # pickled in C order, whatever the order in memory
 
 
 def _scalar(dtype: Any, content: Any = b"") -> Any:
@@ -163,7 +163,7 @@ def _scalar(dtype: Any, content: Any = b"") -> Any:
     if _checked_dtype(dtype).hasobject:
         raise _refused(f"scalar of {dtype}")
     if dtype.itemsize == 0 and isinstance(content, (str, bytes, bytearray)) and not content:
-        return dtype.type()
+        return _numpy().zeros(1, dtype)[0]
     return _build_array((1,), dtype, content, "C")[0]
 
 
