@@ -6,6 +6,7 @@ import logging
 import signal
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.distributed.comm import Comm
@@ -97,12 +98,15 @@ class Preemption(ManagerPart):
         for each in waiting:
             if not each.received:
                 each.received, each.until = True, now + GRACE_SECONDS
-        logger.warning(
+        # By a thread: the signal may have interrupted a write to stderr or a logging handler, which cannot be entered
+        # twice: a warning from here would fail in the training, or never return.
+        text = (
             "%s: the next call of save saves its step; CheckpointManager.preempted is then True. Until then, and "
-            "for %.0f s at most, a further signal does nothing",
-            signal.Signals(number).name,
-            max(each.until for each in waiting) - now,
+            "for %.0f s at most, a further signal does nothing"
         )
+        left = max(each.until for each in waiting) - now
+        with suppress(RuntimeError, MemoryError):  # no thread can start: the step is saved without the warning
+            threading.Thread(target=logger.warning, args=(text, signal.Signals(number).name, left), daemon=True).start()
 
     def _chain(self, number: int) -> Iterator[Preemption]:
         """Yield this one, and then the earlier ones that were installed for a signal, newest first."""
