@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 
 from shardckpt import __version__
 from shardckpt.commit.small_files import SmallFile, SmallFiles, Time
-from shardckpt.engine.locations import expand_home, locate
+from shardckpt.engine.locations import find_local_text, locate
 from shardckpt.errors import (
     CheckpointingException,
     CorruptCheckpointError,
@@ -216,10 +216,10 @@ def _identify(record: PlainRecord | Record) -> tuple[str, str]:
 def _find_place(checkpoint: str | os.PathLike[str]) -> tuple[Path, str]:
     """Return the directory of the marks, and the checkpoint's name in it, as a manager of the folder looks for it."""
     text = os.fspath(checkpoint)
-    if "://" in text:
+    if (local := find_local_text(text)) is None:
         folder, _, name = text.rstrip("/").rpartition("/")
         return locate(f"{folder}/{MARKS_NAME}", get_plugin_manager()), name
-    path = Path(expand_home(text)).absolute()
+    path = Path(local).absolute()
     resolved = path.resolve()
     # `latest` may be a link to a step of its folder, whose mark it is; a step may be a link to elsewhere
     name = resolved.name if resolved.parent == path.parent.resolve() else path.name

@@ -144,6 +144,15 @@ def test_a_link_to_a_step_is_that_step(tmp_path: Path) -> None:
     assert _state(tmp_path, 1) == "verified"
 
 
+def test_a_file_url_is_the_path_that_it_names(tmp_path: Path) -> None:
+    """A verdict about a step, or a link to it, by a ``file://`` URL with escaped characters is about the step."""
+    folders.save(tmp_path / "my run", 1)
+    (tmp_path / "my run" / "latest").symlink_to("step-1")
+    for name in ("latest", "st%65p-1"):
+        assert main(["verify", f"file://{tmp_path}/my%20run/{name}", "--mark"]) == 0
+    assert folders.names_in(tmp_path / "my run" / MARKS_NAME) == {"step-1.json"}
+
+
 def test_no_mark_without_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A checkpoint that nothing tells from another save at its path is read, and not marked, which is said."""
     path = save_plain_dcp(tmp_path)
