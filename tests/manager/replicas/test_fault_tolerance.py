@@ -88,6 +88,9 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         _manager(tmp_path, {"model": model}, "a/../b")
     with pytest.raises(CheckpointingException, match=r"a Loader has no participating_rank\(\)"):
         _manager(tmp_path, {"model": model}, quorum=Loader(0))
+    config, bare = CheckpointConfig(folder=str(tmp_path)), Manager(0)
+    with pytest.raises(CheckpointingException, match=r"fault_tolerance=.*: give FaultTolerance\(manager, replica_id\)"):
+        CheckpointManager(config, {"model": model}, fault_tolerance=bare)  # type: ignore[arg-type]
     mute = OldManager(0)
     mute.set_state_dict_fns = None  # type: ignore[assignment,method-assign]
     with pytest.raises(CheckpointingException, match="neither register_state_dict_fn nor set_state_dict_fns"):
