@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.chunks.parts import make_finder, match_parts
 from shardckpt.distributed.comm import Comm
-from shardckpt.errors import ShardingError
+from shardckpt.errors import CorruptCheckpointError, ShardingError
 from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.planning.boxes import Box, part_view, with_memory
@@ -95,7 +95,13 @@ class ChunkLoadStrategy(LoadStrategy):
             read: The part, and the tensor, of any strides, dtype and device; several threads call this.
             context: The checkpoint's files, and the caller's options.
         """
-        values = self.read_chunk(read.chunk, context)
+        chunk = read.chunk
+        values = self.read_chunk(chunk, context)
+        if values.shape != chunk.box.shape:  # of larger ones, others would be taken
+            raise CorruptCheckpointError(
+                f"{chunk.key!r}: {type(self).__qualname__}.read_chunk returned values of shape {tuple(values.shape)} "
+                f"for the {chunk.box} in {chunk.file!r}: the file does not match its index, or the strategy is wrong"
+            )
         copy_box(values, read.start, read.target)
 
     def list_objects(self, context: LoadContext) -> Sequence[str]:  # noqa: ARG002 - a format may have none
