@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -49,6 +50,7 @@ class Preemption(ManagerPart):
         self.received = False  # set by the handler: a collective there could interrupt another one
         self.until = 0.0  # by the monotonic clock, when further signals count
         self._group = process_group
+        self._process = os.getpid()
         self._requested = False  # by the process itself; a signal that comes after that is the first one still
         self._is_known = False  # to all ranks
         self._step: int | None = None  # the one that is saved because of the signal
@@ -116,8 +118,12 @@ class Preemption(ManagerPart):
             each = getattr(each.before.get(number), "__self__", None)
 
     def is_waiting(self, now: float) -> bool:
-        """Return whether a signal is taken, and not passed on: the first, and more of them before the commit."""
-        return not self._closed and (not self.received or now < self.until)
+        """Return whether a signal is taken, and not passed on: the first, and more of them before the commit.
+
+        A fork of the process saves nothing: whoever signals it wants it to end.
+        """
+        is_open = not self._closed and os.getpid() == self._process
+        return is_open and (not self.received or now < self.until)
 
     def pass_on(self, number: int, frame: Any) -> None:
         """Run the handler that was installed before."""
