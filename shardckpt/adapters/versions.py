@@ -67,10 +67,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def add_versions(root: Module, state: dict[str, Any], stored: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a state dict for ``load_state_dict`` with the versions that a checkpoint has, or as it is if it has none.
+    """Return a state dict for ``load_state_dict`` with the stored versions; the same one if none are stored.
 
-    ``stored`` has versions by name. Where they differ, as of pipeline stages whose modules of one name are of other
-    classes, the live version is taken if it is one of them, else None, as from a checkpoint without versions.
+    ``stored`` has the versions by name, of each pipeline stage for example. Where those of a name differ, the module's
+    own is chosen if it is among them, else None, as from a checkpoint without versions.
     """
     found: dict[str, list[dict[str, Any]]] = {}
     for versions in stored:
@@ -123,9 +123,10 @@ def walk_modules(root: Module) -> Iterator[NamedModule]:
         is_hidden = any(map(is_wrapper_save_hook, module._state_dict_hooks.values()))  # noqa: SLF001
         for child, each in module._modules.items():  # noqa: SLF001
             if each is not None:
-                own = name if child == wrapped[kind] else _join(name, child)
-                its_key = key if is_hidden and child == wrapped[kind] else _join(key, child)
-                waiting.append(NamedModule(each, _join(path, child), its_key, own))
+                is_wrapped = child == wrapped[kind]
+                child_key = key if is_wrapped and is_hidden else _join(key, child)
+                child_name = name if is_wrapped else _join(name, child)
+                waiting.append(NamedModule(each, _join(path, child), child_key, child_name))
 
 
 def _join(path: str, child: str) -> str:

@@ -46,7 +46,8 @@ logger = logging.getLogger(__name__)
 _SUFFIX = ".json"
 #: Faults that a mark lists, and characters of each.
 _MOST_FAULTS, _LONGEST_FAULT = 5, 1000
-#: Damaged files that a mark lists, and characters of all their names. Longer lists are dropped: data is among so many.
+#: Damaged files that a mark lists, and characters of all their names. A longer list is left out: so many files include
+#: some with data, which cannot be mended.
 _MOST_DAMAGED, _LONGEST_NAMES = 100, 5000
 
 #: The result of a verification.
@@ -113,7 +114,7 @@ def find_mark(place: Path, name: str, record: PlainRecord | Record | None) -> Ma
         mark = Mark.read(path)
     except CorruptCheckpointError as exc:
         logger.warning(
-            "%s is no mark, and counts for nothing: verify %s with --mark again: %s",
+            "%s is not a valid mark, and is ignored: verify %s with --mark again: %s",
             path,
             name,
             str(exc).splitlines()[0],

@@ -228,7 +228,7 @@ def test_a_mark_that_is_none_counts_for_nothing(tmp_path: Path, caplog: pytest.L
         with caplog.at_level(logging.WARNING):
             assert main(["ls", str(tmp_path)]) == 0, broken
             assert find_newest(folders.steps_of(tmp_path)) == 2
-        assert "is no mark" in caplog.text
+        assert "is not a valid mark" in caplog.text
         assert _state(tmp_path, 1) == "candidate", broken
     mark.unlink()
     mark.mkdir()
