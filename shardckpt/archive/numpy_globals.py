@@ -83,14 +83,18 @@ def _apply_unit(base: Any, state: tuple[Any, ...]) -> Any:
 
 
 def _make_structured(base: Any, names: Any, fields: Any, itemsize: Any) -> Any:
-    parts = [tuple(fields[name])[:2] for name in names]
+    # after the dtype and the offset comes a title, if the field has one: another name of it
+    parts = [(*fields[name], None)[:3] for name in names]
     if itemsize != base.itemsize or not all(isinstance(name, str) for name in names):
         raise _make_error(f"dtype of {describe(itemsize)} bytes with fields {describe(names)}")
-    for dtype, offset in parts:
+    for dtype, offset, title in parts:
+        if title is not None and type(title) is not str:
+            raise _make_error(f"dtype with a field of the title {describe(title)}")
         if type(offset) is not int or offset < 0 or offset + _check_dtype(dtype).itemsize > itemsize:
             raise _make_error(f"dtype with a field at {describe(offset)}, outside its {itemsize} bytes")
-    formats, offsets = [dtype for dtype, _ in parts], [offset for _, offset in parts]
-    return _import_numpy().dtype({"names": list(names), "formats": formats, "offsets": offsets, "itemsize": itemsize})
+    formats, offsets, titles = ([part[number] for part in parts] for number in range(3))
+    described = {"names": list(names), "formats": formats, "offsets": offsets, "titles": titles, "itemsize": itemsize}
+    return _import_numpy().dtype(described)
 
 
 def _make_subarray(base: Any, subarray: Any) -> Any:

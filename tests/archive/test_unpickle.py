@@ -78,6 +78,7 @@ ARRAYS: dict[str, Any] = {
     "objects": np.array([{"x": 1}, None, "a"], dtype=object),
     "Fortran's objects": np.array([["a", 1], [None, 2]], dtype=object, order="F"),
     "record": np.array([(1, (2.0, 3.0), b"x")], dtype=[("a", ">i4"), ("b", "f8", (2,)), ("c", "S3")]),
+    "titles": np.zeros(2, dtype=[(("first", "a"), "i4"), ("b", "f8")]),
     "gaps": np.zeros(2, np.dtype({"names": ["a"], "formats": ["i2"], "offsets": [4], "itemsize": 16})),
     "empty": np.empty((0, 3)),
     "no axes": np.array(2.5),
