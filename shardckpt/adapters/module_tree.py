@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from shardckpt.adapters.versions import METADATA, VERSION, has_version, walk_modules
+from shardckpt.adapters.versions import METADATA, VERSION, get_version, has_version, walk_modules
 from shardckpt.errors import ShardingError
 from shardckpt.tensors.torch_private import (
     find_wrapped_child,
@@ -87,7 +87,7 @@ class _Tree:
                 wrapped[kind] = _check_class(kind, only_parameters=self._only_parameters)
                 versioned |= {kind} if has_version(kind) else set()
             if kind in versioned or VERSION in values:
-                self.versions[prefix[:-1]] = getattr(module, VERSION)
+                self.versions[prefix[:-1]] = get_version(module)
             # the names one by one: to look for the module's twenty in a set takes four times as long
             if values["_state_dict_hooks"] or (
                 "state_dict" in values

@@ -144,10 +144,10 @@ def _hand_over_tensors(part: Module, values: Mapping[str, Any]) -> None:
                     tensor.copy_(value)
         return
     versions = values.get(VERSIONS, {}).values()
+    values = {name: value for name, value in values.items() if name != VERSIONS}
     read = read_state_dict(part)
     if read is None:
-        rest = {name: value for name, value in values.items() if name != VERSIONS}
-        set_model_state_dict(part, add_versions(part, rest, versions), options=StateDictOptions(strict=False))
+        set_model_state_dict(part, add_versions(part, values, versions), options=StateDictOptions(strict=False))
         return
     own = {key: values[name] for name, key in read.keys.items() if name in values}
     if found := find_own_values([part]):

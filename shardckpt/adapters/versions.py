@@ -47,8 +47,14 @@ def list_versions(root: Module, metadata: Mapping[str, dict[str, Any]]) -> dict[
         if kept.keys() - {"version"}:
             found[name] = kept
         elif has_version(type(module)) or VERSION in vars(module):
-            found[name] = getattr(module, VERSION)
+            found[name] = get_version(module)
     return found
+
+
+def get_version(module: Module) -> Any:
+    """Return the version of a module as it is stored: a dict by itself would pass for metadata."""
+    version = getattr(module, VERSION)
+    return {"version": version} if isinstance(version, dict) else version
 
 
 def _is_plain(value: Any) -> bool:
@@ -61,33 +67,31 @@ def _is_plain(value: Any) -> bool:
 
 
 def add_versions(root: Module, state: dict[str, Any], stored: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a state dict for ``load_state_dict`` with the versions that a checkpoint has, or as it is if it has none.
+    """Return a state dict for ``load_state_dict`` with the stored versions; the same one if none are stored.
 
-    ``stored`` has versions by name. Where they differ, as of pipeline stages whose modules of one name are of other
-    classes, the live version is taken if it is one of them, else None, as from a checkpoint without versions.
+    ``stored`` has the versions by name, of each pipeline stage for example. Where those of a name differ, the module's
+    own is chosen if it is among them, else None, as from a checkpoint without versions.
     """
-    found: dict[str, list[Any]] = {}
+    found: dict[str, list[dict[str, Any]]] = {}
     for versions in stored:
         for name, version in versions.items():
-            found.setdefault(name, []).append(version)
+            found.setdefault(name, []).append(version if isinstance(version, dict) else {"version": version})
     if not found:
         return state
     named: dict[str, Any] = OrderedDict(state)
-    chosen = {
+    metadata = {
         path: _choose(found[name], getattr(module, VERSION))
         for module, path, _, name in walk_modules(root)
         if name in found
     }
-    metadata = {path: each if isinstance(each, dict) else {"version": each} for path, each in chosen.items()}
     setattr(named, METADATA, metadata)
     return named
 
 
-def _choose(stored: list[Any], live: Any) -> Any:
-    if live in stored:
-        return live
+def _choose(stored: list[dict[str, Any]], live: Any) -> dict[str, Any]:
     first, *others = stored
-    return first if all(other == first for other in others) else None
+    fallback = first if all(other == first for other in others) else {"version": None}
+    return next((each for each in stored if each.get("version") == live), fallback)
 
 
 class NamedModule(NamedTuple):
@@ -119,9 +123,10 @@ def walk_modules(root: Module) -> Iterator[NamedModule]:
         is_hidden = any(map(is_wrapper_save_hook, module._state_dict_hooks.values()))  # noqa: SLF001
         for child, each in module._modules.items():  # noqa: SLF001
             if each is not None:
-                own = name if child == wrapped[kind] else _join(name, child)
-                its_key = key if is_hidden and child == wrapped[kind] else _join(key, child)
-                waiting.append(NamedModule(each, _join(path, child), its_key, own))
+                is_wrapped = child == wrapped[kind]
+                child_key = key if is_wrapped and is_hidden else _join(key, child)
+                child_name = name if is_wrapped else _join(name, child)
+                waiting.append(NamedModule(each, _join(path, child), child_key, child_name))
 
 
 def _join(path: str, child: str) -> str:

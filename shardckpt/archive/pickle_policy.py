@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import collections
 import io
+import pickle
 import sys
 import types
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,6 +81,24 @@ class OuterClass(OpaqueClass):
     def __init__(self, module: str, name: str) -> None:
         super().__init__(f"itself not in allow_globals: {module}.{name}")
         self.home = module, name
+
+
+class _StandInFinder(pickle.Pickler):
+    """Visits all that a value holds; its output is of no use."""
+
+    has_stand_in = False
+
+    def persistent_id(self, value: Any) -> str | None:
+        self.has_stand_in |= isinstance(value, (FunctionProxy, OpaqueClass))
+        return "skipped" if isinstance(value, (FunctionProxy, OpaqueClass, torch.Tensor)) else None
+
+
+def has_stand_in(value: Any) -> bool:
+    """Return whether a loaded value holds one of these objects in the place of a class or function."""
+    finder = _StandInFinder(io.BytesIO())
+    with suppress(Exception):  # of a class that the caller allows under another name, and that no pickle can name
+        finder.dump(value)
+    return finder.has_stand_in
 
 
 class PendingValue:

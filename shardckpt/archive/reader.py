@@ -16,9 +16,10 @@ import torch
 from shardckpt.archive.checksums import check_member, check_memory
 from shardckpt.archive.lazy_tensors import TensorDescriber
 from shardckpt.archive.payload import StoredPayload
+from shardckpt.archive.pickle_policy import has_stand_in
 from shardckpt.archive.tensor_pickles import TensorRebuilder, describe_one_tensor, unpickle
 from shardckpt.archive.zip_directory import CompressedError, read_members
-from shardckpt.errors import CannotLoadError, CheckpointingException, CorruptCheckpointError
+from shardckpt.errors import CannotLoadError, CheckpointingException, CorruptCheckpointError, UnsafePickleError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -132,6 +133,7 @@ class Archive:
         The pickle may name ``allow_globals``, in addition to the plain ones; if it names others, it is an
         UnsafePickleError, and nothing was run. ``nested`` is the budget of the outermost archive, if this one is nested
         in it. A storage outside of tensors has no values after a load: ``to_save`` it is an error, else a warning.
+        ``to_save`` a class or function as a value, for which a load returns a stand-in, is an error, too.
         """
         pickled = self._read_pickle()
         # The bytes of nested archives are in the pickle: an honest one has each once.
@@ -155,6 +157,13 @@ class Archive:
             if to_save:
                 raise CheckpointingException(f"{text}: use a tensor")
             logger.warning("%s, without its values: older saves accepted it", text)
+        if to_save and has_stand_in(found):
+            error = UnsafePickleError(
+                f"{self.source}: a class or function as a value, for which a load would return a stand-in, whatever "
+                "is allowed: give its name as text"
+            )
+            error.can_be_allowed = False
+            raise error
         return found
 
     def _read_pickle(self) -> bytes:

@@ -24,10 +24,14 @@ if TYPE_CHECKING:
 _LAZY_VIEWS = 3
 
 
-class _StorageType(NamedTuple):
-    """A storage class that a pickle names, by its dtype; None for an untyped storage."""
+class _StorageType(OpaqueClass):
+    """A storage class that a pickle names, and its dtype; None for an untyped storage."""
 
-    dtype: torch.dtype | None
+    __slots__ = ("dtype",)
+
+    def __init__(self, name: str, dtype: torch.dtype | None) -> None:
+        super().__init__(name)
+        self.dtype = dtype
 
 
 class Storage(NamedTuple):
@@ -72,7 +76,7 @@ def unpickle(
 
     def find_global(module: str, name: str) -> Any:
         if (module, name) in STORAGE_DTYPES:
-            return _StorageType(STORAGE_DTYPES[module, name])
+            return _StorageType(f"{module}.{name}", STORAGE_DTYPES[module, name])
         return torch_global(module, name)
 
     return load_object(pickled, source, find_global, decode or decode_storage, allow_globals)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.chunks.parts import make_finder, match_parts
 from shardckpt.distributed.comm import Comm
-from shardckpt.errors import ShardingError
+from shardckpt.errors import CorruptCheckpointError, ShardingError
 from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.planning.boxes import Box, part_view, with_memory
@@ -95,7 +95,13 @@ class ChunkLoadStrategy(LoadStrategy):
             read: The part, and the tensor, of any strides, dtype and device; several threads call this.
             context: The checkpoint's files, and the caller's options.
         """
-        values = self.read_chunk(read.chunk, context)
+        chunk = read.chunk
+        values = self.read_chunk(chunk, context)
+        if values.shape != chunk.box.shape:  # of larger ones, others would be taken
+            raise CorruptCheckpointError(
+                f"{chunk.key!r}: {type(self).__qualname__}.read_chunk returned values of shape {tuple(values.shape)} "
+                f"for the {chunk.box} in {chunk.file!r}: the file does not match its index, or the strategy is wrong"
+            )
         copy_box(values, read.start, read.target)
 
     def list_objects(self, context: LoadContext) -> Sequence[str]:  # noqa: ARG002 - a format may have none
@@ -107,7 +113,7 @@ class ChunkLoadStrategy(LoadStrategy):
         raise ShardingError(f"{shard.key!r}: {self.backend!r} stores no objects")
 
     def identify(self, context: LoadContext) -> bytes:
-        """Return an identity of the save; by default the id in its record. An index that stores an id is better."""
+        """Return an identity of the save: the id in its record. Override it where the index stores an id of its own."""
         return context.reader.manifest.save_id.encode()
 
     def match(self, shard: ShardedTensor, context: LoadContext) -> Mapping[FlatPart, Sequence[tuple[StoredChunk, Box]]]:
@@ -142,7 +148,7 @@ class ChunkLoadStrategy(LoadStrategy):
         """
         with context.comm.local_phase("planning the load"):
             matched = [self.match(shard, context) if isinstance(shard, ShardedTensor) else {} for shard in wanted]
-            # only now: a checkpoint may claim any size
+            # after the match, which shows that the elements are stored: a checkpoint may claim any size
             filled = [with_memory(shard) if isinstance(shard, ShardedTensor) else shard for shard in wanted]
             values = [
                 self.read_object(shard, context) if isinstance(shard, ShardedObject) else shard.data for shard in filled
@@ -204,7 +210,7 @@ class _StoredTensor:
 def read_chunks(reads: Iterable[ChunkRead], read: Callable[[ChunkRead], None], reader: CheckpointReader) -> None:
     """Fill tensors by several threads, in the order of the files; devices have the values when it returns."""
     ordered = sorted(reads, key=lambda each: (each.chunk.file, each.chunk.offset))
-    # these have streams of their own: work of the caller's that uses the destinations must be done
+    # the threads have streams of their own: the caller's pending work on the destinations must be done
     synchronize_devices(each.target for each in ordered)
 
     def fill(each: ChunkRead) -> None:

@@ -50,11 +50,11 @@ class RequestedTensors:
 
     def __init__(self, shards: Sequence[ShardedTensor], index: ChunkIndex, reader: CheckpointReader) -> None:
         numbers = _find_numbers(shards, index)
-        everything = make_column(numbers)
-        self._numbers = sort_unique(everything)
+        column = make_column(numbers)
+        self._numbers = sort_unique(column)
         self._index = index
-        # from here on tensors are numbered by their place among the requested ones, as the chunks are that are taken
-        specs = torch.searchsorted(self._numbers, everything)
+        # a spec is a tensor's place among the requested ones: the selected chunks are numbered so, too
+        specs = torch.searchsorted(self._numbers, column)
         self._chunks, self._bounds = index.select_chunks(self._numbers, lambda: list_boxes(shards, specs))
         simple = _find_simple(shards, list(map(index.shapes.__getitem__, numbers)))
         others = [shard for shard, is_simple in zip(shards, simple, strict=True) if not is_simple]
@@ -206,9 +206,9 @@ def _find_simple(shards: Sequence[ShardedTensor], stored: Sequence[Ints]) -> lis
     shapes, flat, loose, tensors = list_fields(
         shards, "global_shape", "flattened_range", "allow_shape_mismatch", "data"
     )
-    if not {*map(type, tensors)} - {*ORDINARY, type(None)} and not any(loose) and flat.count(None) == len(flat):
-        return [True] * len(shards)  # most loads are so; shapes that must be equal are
+    if {*map(type, tensors)} <= {*ORDINARY, type(None)} and not any(loose) and flat.count(None) == len(flat):
+        return [True] * len(shards)  # as in most loads; _find_numbers has refused other shapes
     return [
-        part is None and not is_loose and not is_quantized(data) and shape == tuple(wanted)
+        part is None and not is_loose and not is_quantized(data) and tuple(wanted) == shape
         for shape, wanted, part, is_loose, data in zip(stored, shapes, flat, loose, tensors, strict=True)
     ]

@@ -77,12 +77,24 @@ def needs_staging(destination: torch.Tensor, stored: torch.dtype) -> bool:
     return destination.is_neg() and destination.dtype != stored  # torch loses signs in a cast into a negated view
 
 
-class _Span(NamedTuple):
-    """A range of memory [start, end) that holds a tensor's elements, and any bytes between them."""
+class _Memory(NamedTuple):
+    """Addresses [start, end) of a device that hold a tensor's elements, and any bytes between them."""
 
     device: str
     start: int
     end: int
+
+    def begins_in(self, other: _Memory) -> bool:
+        """Return whether it begins in other memory, which begins no later."""
+        return self.device == other.device and self.start < other.end
+
+
+class _InnerMemory(NamedTuple):
+    """The memory of one inner tensor of a destination, and of all of them."""
+
+    memory: _Memory
+    key: str
+    whole: tuple[_Memory, ...]
 
 
 def check_no_partial_overlap(shards: Iterable[ShardedTensor]) -> None:
@@ -90,28 +102,29 @@ def check_no_partial_overlap(shards: Iterable[ShardedTensor]) -> None:
 
     The scales of the tensor belong to all of its views: to quantize one changes the values of the others.
     """
-    owned = [(shard.key, tuple(_spans(shard.data))) for shard in shards if shard.data is not None]
-    found = sorted((span, key, all_spans) for key, all_spans in owned for span in all_spans)
-    # In the order of their starts, a span overlaps an earlier one only if it overlaps the one that ends last.
-    last: tuple[_Span, str, tuple[_Span, ...]] | None = None
-    for span, key, spans in found:
-        if last is None or last[0].device != span.device or last[0].end <= span.start:
-            last = span, key, spans
-        elif spans != last[2]:
+    destinations = [(shard.key, tuple(_list_memory(shard.data))) for shard in shards if shard.data is not None]
+    ordered = sorted(_InnerMemory(memory, key, whole) for key, whole in destinations for memory in whole)
+    # In the order of their starts, one overlaps an earlier one only if it overlaps the one that ends last.
+    last: _InnerMemory | None = None
+    for each in ordered:
+        if last is None or not each.memory.begins_in(last.memory):
+            last = each
+        elif each.whole != last.whole:
             raise ShardingError(
-                f"{last[1]!r} and {key!r} would be loaded into views of one quantized tensor, whose scales belong to "
-                "both: describe the tensor as one shard, or load into plain tensors and quantize those yourself"
+                f"{last.key!r} and {each.key!r} would be loaded into views of one quantized tensor, whose scales "
+                "belong to both: describe the tensor as one shard, or load into plain tensors and quantize those "
+                "yourself"
             )
-        elif span.end > last[0].end:
-            last = span, key, spans
+        elif each.memory.end > last.memory.end:
+            last = each
 
 
-def _spans(tensor: torch.Tensor) -> Iterable[_Span]:
+def _list_memory(tensor: torch.Tensor) -> Iterable[_Memory]:
     """Yield the memory of a plain tensor, or of the inner tensors of a wrapper, at any depth."""
     if is_quantized(tensor) or hasattr(tensor, "__tensor_flatten__"):
         for inner in inner_tensors(tensor).values():
-            yield from _spans(inner)
+            yield from _list_memory(inner)
     elif tensor.numel() and tensor.device.type != "meta":
         reach = sum(step * (size - 1) for size, step in zip(tensor.shape, tensor.stride(), strict=True))
         start = tensor.data_ptr()
-        yield _Span(str(tensor.device), start, start + (reach + 1) * tensor.element_size())
+        yield _Memory(str(tensor.device), start, start + (reach + 1) * tensor.element_size())

@@ -1,7 +1,7 @@
-"""A rank that waits long in a collective says so once, and in which public call: most often another has not called it.
+"""Report a rank's long wait in a collective, once, with its public call: most often another rank has not called it.
 
-It says so on this rank alone. Nothing is written to the store of the process group, which a healthy group never
-touches; so a rank does not learn which of several others it waits for.
+Only this rank logs it. Nothing is written to the store of the process group, which a healthy group never touches; so a
+rank does not learn which of several others it waits for.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LongWait:
         self._rank = rank
         self._members = members
         self._phase = phase
-        self._said = False
+        self._is_reported = False
         self.thread = threading.get_ident()
         _waits.append(self)
 
@@ -65,12 +65,12 @@ class LongWait:
 
     def _report_once(self, now: float, frame: FrameType) -> None:
         waited = now - self._started
-        if self._said or waited < NOTICE_AFTER:
+        if self._is_reported or waited < NOTICE_AFTER:
             return
         call, caller = _find_public_call(frame)
         if not is_news(call, waited, NOTICE_AFTER):
             return
-        self._said = True
+        self._is_reported = True
         others = [str(other) for other in self._members if other != self._rank]
         if len(others) == 1:
             missing = f"rank {others[0]}, which has not called it, or is still busy in it"
@@ -90,7 +90,7 @@ class LongWait:
 
 
 def is_waiting(thread: int) -> bool:
-    """Return whether a thread waits for other ranks, and says so itself if that takes long."""
+    """Return whether a thread waits for other ranks, which :class:`LongWait` reports."""
     return any(wait.thread == thread for wait in [*_waits])
 
 

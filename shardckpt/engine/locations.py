@@ -70,7 +70,7 @@ def locate_file(path: str | os.PathLike[str], action: str) -> Path:
     Another URL is an error that names the action.
     """
     text = _read_path(path, "file")
-    if (local := _find_local_text(text)) is None:
+    if (local := find_local_text(text)) is None:
         raise CheckpointingException(
             f"cannot {action} {mask_password(text)}: it takes a file of this machine; give a path, and copy the file "
             "from the store before, or to it afterwards"
@@ -201,7 +201,7 @@ def find_local(text: str) -> Path | None:
 
     An empty path, and a URL that lacks a slash, or that names another machine, is a StorageError.
     """
-    local = _find_local_text(text)
+    local = find_local_text(text)
     if local is None:
         return None
     try:
@@ -212,8 +212,8 @@ def find_local(text: str) -> Path | None:
         ) from exc
 
 
-def _find_local_text(text: str) -> str | None:
-    """Return the path that :func:`find_local` resolves."""
+def find_local_text(text: str) -> str | None:
+    """Return the path that :func:`find_local` resolves, links unresolved; None for a URL that is not ``file://``."""
     if text.lower().startswith("file://"):
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost"):

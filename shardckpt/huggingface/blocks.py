@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardckpt.storage.journal import Journal
     from shardckpt.storage.store_abilities import StreamsWrites
 
-#: Bytes that are loaded at a time: a multiple of 8, so that no element is cut.
+#: Bytes that are loaded at a time: a multiple of every element's size, so that no element is cut.
 BLOCK_BYTES = 8 << 20
 #: Bytes of the blocks of a file on a disk: the two threads that the least budget allows write one each, one is filled.
 WRITER_BYTES: int = 3 * BLOCK_BYTES
@@ -68,7 +68,8 @@ class _Block:
     @property
     def name(self) -> str:
         """The name of the first tensor that has bytes in the block."""
-        return next((span.tensor.name for span in self._layout.tensors[self._first : self._first + 1]), "")
+        spans = self._layout.tensors
+        return spans[self._first].tensor.name if self._first < len(spans) else ""
 
     def fill(self) -> list[memoryview]:
         """Load the bytes."""
@@ -76,11 +77,11 @@ class _Block:
         memory = self._buffer.view[: self.nbytes]
         stop = self._offset + self.nbytes
         frame = self._layout.frame
-        for start, data in frame[bisect_right(frame, self._offset, key=lambda part: part.start + len(part.data)) :]:
-            if start >= stop:
+        for part in frame[bisect_right(frame, self._offset, key=lambda part: part.stop) :]:
+            if part.start >= stop:
                 break
-            low, high = max(start, self._offset), min(start + len(data), stop)
-            memory[low - self._offset : high - self._offset] = data[low - start : high - start]
+            low, high = max(part.start, self._offset), min(part.stop, stop)
+            memory[low - self._offset : high - self._offset] = part.data[low - part.start : high - part.start]
         # the shards' data are views of the block: the load writes to it without a copy
         values = torch.frombuffer(memory, dtype=torch.uint8)
         shards: list[ShardedBase] = []

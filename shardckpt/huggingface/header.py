@@ -46,6 +46,11 @@ class FramePart(NamedTuple):
     start: int
     data: bytes
 
+    @property
+    def stop(self) -> int:
+        """Offset of the byte after its last."""
+        return self.start + len(self.data)
+
 
 class FileLayout(NamedTuple):
     """The layout of a file that is to be written: every byte is of the frame or of a tensor, both in file order.
@@ -60,8 +65,7 @@ class FileLayout(NamedTuple):
     @property
     def size(self) -> int:
         """Bytes of the file."""
-        tail = self.frame[-1]
-        return max(tail.start + len(tail.data), self.tensors[-1].stop if self.tensors else 0)
+        return max(self.frame[-1].stop, self.tensors[-1].stop if self.tensors else 0)
 
     def find_tensor(self, at: int) -> int:
         """Return the number of the tensor that has a byte of the file; a byte of a header is an IndexError."""

@@ -147,7 +147,9 @@ class CheckpointManager:
             check_named(states)
             named = add_random_state(states) if config.save_rng else states
             self._states = TrainingStates(named, check_replicas=config.check_replicas, keep_options=config.keep_options)
-            comm.agree(states=sorted(self._states.names), **config.describe())
+            comm.agree(
+                states=sorted(self._states.names), fault_tolerance=fault_tolerance is not None, **config.describe()
+            )
         if config.enable_checkpoint:
             with comm.collective_phase("checking the configuration"):
                 settings.check_variables()

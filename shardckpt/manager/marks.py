@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 
 from shardckpt import __version__
 from shardckpt.commit.small_files import SmallFile, SmallFiles, Time
-from shardckpt.engine.locations import expand_home, locate
+from shardckpt.engine.locations import find_local_text, locate
 from shardckpt.errors import (
     CheckpointingException,
     CorruptCheckpointError,
@@ -46,7 +46,8 @@ logger = logging.getLogger(__name__)
 _SUFFIX = ".json"
 #: Faults that a mark lists, and characters of each.
 _MOST_FAULTS, _LONGEST_FAULT = 5, 1000
-#: Damaged files that a mark lists, and characters of all their names. Longer lists are dropped: data is among so many.
+#: Damaged files that a mark lists, and characters of all their names. A longer list is left out: so many files include
+#: some with data, which cannot be mended.
 _MOST_DAMAGED, _LONGEST_NAMES = 100, 5000
 
 #: The result of a verification.
@@ -113,7 +114,7 @@ def find_mark(place: Path, name: str, record: PlainRecord | Record | None) -> Ma
         mark = Mark.read(path)
     except CorruptCheckpointError as exc:
         logger.warning(
-            "%s is no mark, and counts for nothing: verify %s with --mark again: %s",
+            "%s is not a valid mark, and is ignored: verify %s with --mark again: %s",
             path,
             name,
             str(exc).splitlines()[0],
@@ -216,10 +217,10 @@ def _identify(record: PlainRecord | Record) -> tuple[str, str]:
 def _find_place(checkpoint: str | os.PathLike[str]) -> tuple[Path, str]:
     """Return the directory of the marks, and the checkpoint's name in it, as a manager of the folder looks for it."""
     text = os.fspath(checkpoint)
-    if "://" in text:
+    if (local := find_local_text(text)) is None:
         folder, _, name = text.rstrip("/").rpartition("/")
         return locate(f"{folder}/{MARKS_NAME}", get_plugin_manager()), name
-    path = Path(expand_home(text)).absolute()
+    path = Path(local).absolute()
     resolved = path.resolve()
     # `latest` may be a link to a step of its folder, whose mark it is; a step may be a link to elsewhere
     name = resolved.name if resolved.parent == path.parent.resolve() else path.name

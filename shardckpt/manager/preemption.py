@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.distributed.comm import Comm
@@ -13,7 +15,7 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.manager.part import ManagerPart
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch.distributed import ProcessGroup
 
@@ -46,16 +48,17 @@ class Preemption(ManagerPart):
                 "save_on_sigterm, save_on_signals: make the CheckpointManager in the main thread"
             )
         self.received = False  # set by the handler: a collective there could interrupt another one
-        self.until = 0.0  # by the monotonic clock, when further signals count
+        self.grace_ends = 0.0  # by the monotonic clock, when further signals count
         self._group = process_group
+        self._process = os.getpid()
         self._requested = False  # by the process itself; a signal that comes after that is the first one still
-        self._is_known = False  # to all ranks
-        self._step: int | None = None  # the one that is saved because of the signal
+        self._is_agreed = False  # by all ranks: some rank got a signal or a request
+        self._step: int | None = None  # the first that is saved after that
         self._closed = False
-        # by signal, the handler that was there; complete at once, because a signal may come as soon as ours is there
-        self.before: dict[int, Any] = {number: signal.getsignal(number) for number in signals}
+        # the earlier handlers by signal: read before ours are installed, since a signal may come as soon as one is
+        self.earlier: dict[int, Any] = {number: signal.getsignal(number) for number in signals}
         for number in signals:
-            signal.signal(number, self._take)
+            signal.signal(number, self._handle)
 
     def request(self) -> None:
         """Let the next save save its step, as a signal does."""
@@ -63,12 +66,12 @@ class Preemption(ManagerPart):
 
     def is_preempted(self) -> bool:
         """Collective: return whether any rank got a signal or a request."""
-        self._is_known = bool(Comm(self._group).largest(self.received or self._requested)[0])
-        return self._is_known
+        self._is_agreed = bool(Comm(self._group).largest(self.received or self._requested)[0])
+        return self._is_agreed
 
     def before_save(self, step: int, metrics: Mapping[str, float | None]) -> None:  # noqa: ARG002 - every part has it
-        """Note the step that is saved because of it."""
-        if self._is_known and self._step is None:
+        """Note the step that is saved because of a signal or a request."""
+        if self._is_agreed and self._step is None:
             self._step = step
 
     def after_commit(self, step: int) -> None:
@@ -83,43 +86,50 @@ class Preemption(ManagerPart):
         self._closed = True
         if threading.current_thread() is not threading.main_thread():
             return
-        for number, before in self.before.items():
-            if before is not None and signal.getsignal(number) == self._take:
-                signal.signal(number, before)
+        for number, earlier in self.earlier.items():
+            if earlier is not None and signal.getsignal(number) == self._handle:
+                signal.signal(number, earlier)
 
-    def _take(self, number: int, frame: Any) -> None:
+    def _handle(self, number: int, frame: Any) -> None:
         now = time.monotonic()
-        waiting = [each for each in self._chain(number) if each.is_waiting(now)]
+        chain = self._list_chain(number)
+        waiting = [each for each in chain if each.is_waiting(now)]
         if not waiting:
-            [*_, last] = self._chain(number)
-            last.pass_on(number, frame)
+            chain[-1].pass_on(number, frame)
             return
         for each in waiting:
             if not each.received:
-                each.received, each.until = True, now + GRACE_SECONDS
-        logger.warning(
+                each.received, each.grace_ends = True, now + GRACE_SECONDS
+        # By a thread: the signal may have interrupted a write to stderr or a logging handler, which cannot be entered
+        # twice: a warning from here would fail in the training, or never return.
+        text = (
             "%s: the next call of save saves its step; CheckpointManager.preempted is then True. Until then, and "
-            "for %.0f s at most, a further signal does nothing",
-            signal.Signals(number).name,
-            max(each.until for each in waiting) - now,
+            "for %.0f s at most, a further signal does nothing"
         )
+        left = max(each.grace_ends for each in waiting) - now
+        with suppress(RuntimeError, MemoryError):  # no thread can start: the step is saved without the warning
+            threading.Thread(target=logger.warning, args=(text, signal.Signals(number).name, left), daemon=True).start()
 
-    def _chain(self, number: int) -> Iterator[Preemption]:
-        """Yield this one, and then the earlier ones that were installed for a signal, newest first."""
-        each: Any = self
-        while isinstance(each, Preemption):
-            yield each
-            each = getattr(each.before.get(number), "__self__", None)
+    def _list_chain(self, number: int) -> list[Preemption]:
+        """Return this one, and then the earlier ones that were installed for a signal, newest first."""
+        chain = [self]
+        while isinstance(owner := getattr(chain[-1].earlier.get(number), "__self__", None), Preemption):
+            chain.append(owner)
+        return chain
 
     def is_waiting(self, now: float) -> bool:
-        """Return whether a signal is taken, and not passed on: the first, and more of them before the commit."""
-        return not self._closed and (not self.received or now < self.until)
+        """Return whether a signal is taken, and not passed on: the first, and more of them before the commit.
+
+        A fork of the process saves nothing: whoever signals it wants it to end.
+        """
+        is_open = not self._closed and os.getpid() == self._process
+        return is_open and (not self.received or now < self.grace_ends)
 
     def pass_on(self, number: int, frame: Any) -> None:
         """Run the handler that was installed before."""
-        before = self.before.get(number)
-        if callable(before):
-            before(number, frame)
-        elif before == signal.SIG_DFL:
+        earlier = self.earlier.get(number)
+        if callable(earlier):
+            earlier(number, frame)
+        elif earlier == signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)

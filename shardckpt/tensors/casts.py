@@ -38,7 +38,7 @@ def may_be_changed(cast: torch.Tensor, stored: torch.dtype) -> bool:
     if not cast.numel() or is_quantized(cast) or not can_change_values(stored, cast.dtype):
         return False
     cast = cast.detach()
-    values = torch.view_as_real(cast) if cast.is_complex() else cast
+    values = torch.view_as_real(cast.resolve_conj()) if cast.is_complex() else cast
     values = values.view(-1) if values.is_contiguous() else values  # pieces with strides are slower
     longest = max(range(values.ndim), key=values.shape.__getitem__)
     step = max(1, _PIECE * values.shape[longest] // values.numel())

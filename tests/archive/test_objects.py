@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import pathlib
 import threading
+from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -56,6 +59,14 @@ def test_a_storage_of_an_older_save_is_said(caplog: pytest.LogCaptureFixture) ->
     torch.save({"a": torch.arange(3), "b": torch.ones(2).untyped_storage()}, file)
     assert decode_object(file.getvalue(), "it", ())["a"].equal(torch.arange(3))
     assert "it: a storage of torch that no tensor is made of, without its values" in caplog.text
+
+
+@pytest.mark.parametrize("value", [pathlib.Path, (1, bytes), {object: 1}, Namespace(kind=torch.Tensor), np.dtype])
+def test_a_class_that_a_load_replaces_is_refused(value: Any) -> None:
+    """A class or function as a value, in whose place a load has an object of its own, is refused by its place."""
+    with pytest.raises(UnsafePickleError, match=r"it\['a'\]: a class or function as a value") as caught:
+        encode_object({"a": (value,)}, "it", [pathlib.Path])
+    assert not caught.value.can_be_allowed
 
 
 def test_a_class_inside_an_attribute_is_refused_too() -> None:

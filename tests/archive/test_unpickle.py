@@ -76,13 +76,16 @@ ARRAYS: dict[str, Any] = {
     "spans": np.array([1, 2], dtype="m8[25s]"),
     "big-endian spans": np.array([1, 2], dtype=">m8[ms]"),
     "objects": np.array([{"x": 1}, None, "a"], dtype=object),
+    "Fortran's objects": np.array([["a", 1], [None, 2]], dtype=object, order="F"),
     "record": np.array([(1, (2.0, 3.0), b"x")], dtype=[("a", ">i4"), ("b", "f8", (2,)), ("c", "S3")]),
+    "titles": np.zeros(2, dtype=[(("first", "a"), "i4"), ("b", "f8")]),
     "gaps": np.zeros(2, np.dtype({"names": ["a"], "formats": ["i2"], "offsets": [4], "itemsize": 16})),
     "empty": np.empty((0, 3)),
     "no axes": np.array(2.5),
     "scalar": np.float32(1.5),
     "date": np.datetime64("2026-11-21"),
     "no text": np.str_(""),
+    "no bytes": np.void(b""),
 }
 
 

@@ -110,6 +110,18 @@ def test_a_format_without_objects_refuses_them(tmp_path: Path) -> None:
         Reader([(0, 4)]).load([ShardedObject("extra", None, (1,), (0,))], context)
 
 
+@table("shape", [(5, 7), (4, 5), (24,), ()])
+def test_values_of_another_shape_than_the_box_are_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """Of larger ones, others than the stored elements would be taken: the error names the key, and both shapes."""
+
+    class Wrong(Reader):
+        def read_chunk(self, chunk: StoredChunk, context: LoadContext) -> torch.Tensor:
+            return torch.zeros(shape)
+
+    with _open(tmp_path) as context, pytest.raises(CorruptCheckpointError, match=r"'w': .*shape .*\(4, 6\)"):
+        Wrong([(0, 4)]).load([ShardedTensor.from_rank_offsets("w", torch.zeros(4, 6))], context)
+
+
 def test_an_author_who_forgets_to_read_is_told(tmp_path: Path) -> None:
     """A strategy with neither read_chunk nor read_part says so."""
     with _open(tmp_path) as context:

@@ -218,3 +218,11 @@ def test_checkpoints_in_memory_are_no_exception() -> None:
             kept.to_state_dict(wanted, algo="atomic")
     loaded = kept.to_state_dict(_want(stored, torch.float32), algo="atomic", allow_dtype_cast=True)
     assert math.isclose(loaded["w"].item(), 2**24)
+
+
+def test_a_conjugate_view_is_filled_with_a_cast(tmp_path: Path) -> None:
+    """A destination that is a lazy conjugate gets values of another dtype, as any other does."""
+    _save(tmp_path / "c", torch.tensor([1 + 2j, -3j], dtype=torch.complex128))
+    into = torch.zeros(2, dtype=torch.complex64).conj()
+    dc.load({"w": ShardedTensor.from_rank_offsets("w", into)}, tmp_path / "c")
+    assert into.tolist() == [1 + 2j, -3j]

@@ -144,6 +144,15 @@ def test_a_link_to_a_step_is_that_step(tmp_path: Path) -> None:
     assert _state(tmp_path, 1) == "verified"
 
 
+def test_a_file_url_is_the_path_that_it_names(tmp_path: Path) -> None:
+    """A verdict about a step, or a link to it, by a ``file://`` URL with escaped characters is about the step."""
+    folders.save(tmp_path / "my run", 1)
+    (tmp_path / "my run" / "latest").symlink_to("step-1")
+    for name in ("latest", "st%65p-1"):
+        assert main(["verify", f"file://{tmp_path}/my%20run/{name}", "--mark"]) == 0
+    assert folders.names_in(tmp_path / "my run" / MARKS_NAME) == {"step-1.json"}
+
+
 def test_no_mark_without_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A checkpoint that nothing tells from another save at its path is read, and not marked, which is said."""
     path = save_plain_dcp(tmp_path)
@@ -219,7 +228,7 @@ def test_a_mark_that_is_none_counts_for_nothing(tmp_path: Path, caplog: pytest.L
         with caplog.at_level(logging.WARNING):
             assert main(["ls", str(tmp_path)]) == 0, broken
             assert find_newest(folders.steps_of(tmp_path)) == 2
-        assert "is no mark" in caplog.text
+        assert "is not a valid mark" in caplog.text
         assert _state(tmp_path, 1) == "candidate", broken
     mark.unlink()
     mark.mkdir()

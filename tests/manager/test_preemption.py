@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import logging
+import os
+import queue
 import signal
+import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -101,6 +105,33 @@ def test_several_all_take_the_first(heard: list[int], first: int) -> None:
         each.after_commit(1)
     signal.raise_signal(signal.SIGTERM)
     assert heard == [signal.SIGTERM]
+
+
+def test_a_fork_ends_at_its_signal(heard: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a fork, which saves nothing, a SIGTERM does what it did before: ``Process.terminate()`` ends the fork."""
+    preemption = Preemption()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        signal.raise_signal(signal.SIGTERM)
+    assert (preemption.received, heard) == (False, [signal.SIGTERM])
+    preemption.close()
+
+
+def test_the_warning_does_not_come_from_inside_of_the_signal(heard: list[int]) -> None:
+    """A thread of its own logs it: the training may be inside of the same logging handler, which would never return."""
+    threads: queue.Queue[threading.Thread] = queue.Queue()
+    handler = logging.Handler()
+    handler.emit = lambda _: threads.put(threading.current_thread())  # type: ignore[method-assign]
+    logger = logging.getLogger("shardckpt.manager.preemption")
+    logger.addHandler(handler)
+    preemption = Preemption()
+    try:
+        signal.raise_signal(signal.SIGTERM)
+        assert threads.get() is not threading.main_thread()
+        assert heard == []
+    finally:
+        logger.removeHandler(handler)
+        preemption.close()
 
 
 def test_the_default_is_given_back() -> None:

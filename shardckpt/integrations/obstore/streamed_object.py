@@ -42,14 +42,14 @@ class StreamedObject:
         self._first: memoryview | None = None
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
-        #: The part that obstore takes next: one at a time, since it holds as many as are on their way.
+        #: The part that obstore takes next. One is enough: obstore itself holds those on their way.
         self._next: memoryview | None = None
         self._closed = False
         self._aborted = False
         self._error: BaseException | None = None
 
     def write(self, part: memoryview) -> None:
-        """Hand over the next part; wait until obstore takes it: it takes none while it has as many as it may."""
+        """Hand over the next part, and wait until obstore takes it, which first sends others if it holds too many."""
         if self._thread is None:
             if self._first is None:
                 self._first = part
@@ -62,11 +62,11 @@ class StreamedObject:
             self._wait_until_taken()
             self._next = part
             self._changed.notify_all()
-            # else three parts would wait: this one, the one that obstore has taken, and the one that the caller fills
+            # a third part would be in memory if the caller filled it before obstore has taken this one
             self._wait_until_taken()
 
     def close(self) -> None:
-        """Wait until the object is there."""
+        """Send what is left, and wait until the object is there."""
         if self._error is not None:
             raise self._error
         if self._thread is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
@@ -87,9 +88,9 @@ class FaultTolerance:
         Raises:
             CheckpointingException: the manager has no method for it, or another CheckpointManager has registered.
         """
-        register_by_key = getattr(self.manager, "register_state_dict_fn", None)
-        set_functions = getattr(self.manager, "set_state_dict_fns", None)
-        if register_by_key is None and set_functions is None:
+        by_key = getattr(self.manager, "register_state_dict_fn", None)
+        register = getattr(self.manager, "set_state_dict_fns", None) if by_key is None else partial(by_key, _KEY)
+        if register is None:
             raise CheckpointingException(
                 f"fault tolerance: a {type(self.manager).__name__} has neither register_state_dict_fn nor "
                 "set_state_dict_fns: a replica that joins would not get the weights of the others"
@@ -100,8 +101,5 @@ class FaultTolerance:
                 "fault tolerance: another CheckpointManager has registered with this manager already (if only one that "
                 "failed to open): make a new one for each"
             )
-        if register_by_key is None:
-            set_functions(load_state_dict, state_dict)  # type: ignore[misc]
-        else:
-            register_by_key(_KEY, load_state_dict, state_dict)
+        register(load_state_dict, state_dict)
         _registered[id(self.manager)] = self.manager

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.distributed.comm import Comm
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, show_given
 from shardckpt.manager.part import ManagerPart
 from shardckpt.manager.replicas.checkpoints import ReplicaCheckpoints
+from shardckpt.manager.replicas.fault_tolerance import FaultTolerance
 from shardckpt.manager.replicas.healing import Healing
 from shardckpt.manager.steps import StepFolder
 from shardckpt.plugins.manager import get_plugin_manager
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from shardckpt.manager.config import CheckpointConfig
-    from shardckpt.manager.replicas.fault_tolerance import FaultTolerance
     from shardckpt.manager.states import TrainingStates
 
 _DATALOADER = "dataloader"
@@ -57,6 +57,11 @@ class Replica(ManagerPart):
         self._checkpoints: ReplicaCheckpoints | None = None
         comm = Comm(process_group)
         with comm.collective_phase("registering with the replica manager"):
+            if not isinstance(fault_tolerance, FaultTolerance):
+                raise CheckpointingException(
+                    f"fault_tolerance={show_given(fault_tolerance)}: give FaultTolerance(manager, replica_id), whose "
+                    "manager is torchft's Manager"
+                )
             if _DATALOADER in states.names and _DATALOADER not in states.per_rank:
                 raise CheckpointingException(
                     f"the state {_DATALOADER!r} is not wrapped in PerRank: a replica that joins would get another "

@@ -229,9 +229,9 @@ class LoadingTests(Claims):
                 for key, value in zip(keys, dist_checkpointing.load({"t": wanted}, path, loader)["t"], strict=True):
                     check_same(value, tensors[key], f"while another thread loads, {key!r}")
 
+        keys = [*tensors]
         with ThreadPoolExecutor(2) as threads:
-            for done in [threads.submit(load, [*tensors][half::2]) for half in range(2)]:
-                done.result()
+            list(threads.map(load, (keys[::2], keys[1::2])))
 
     def test_bytes_read_for_a_slice(self, path: Path) -> None:
         """A slice of one of eight shards reads less than half of the tensor's bytes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from itertools import pairwise
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.mapping.sharded_tensor import ShardedTensor
@@ -48,16 +48,13 @@ def _columns(key: str, tensor: torch.Tensor, rank: int, world: int) -> list[Shar
 
 
 def _grid(key: str, tensor: torch.Tensor, rank: int, world: int) -> list[ShardedTensor]:
-    """A grid of 3 by 2 cells, dealt round: ranks have several shards of a tensor."""
+    """A grid of 3 by 2 shards, dealt round: ranks have several shards of a tensor."""
     rows, columns = tensor.shape[0] // 3, tensor.shape[1] // 2
-    cells = [
-        (i, j) for number, (i, j) in enumerate((i, j) for i in range(3) for j in range(2)) if number % world == rank
-    ]
     return [
         ShardedTensor.from_rank_offsets(
             key, tensor[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns].clone(), (0, i, 3), (1, j, 2)
         )
-        for i, j in cells
+        for i, j in [*product(range(3), range(2))][rank::world]
     ]
 
 
@@ -90,7 +87,7 @@ def _one_rank(key: str, tensor: torch.Tensor, rank: int, world: int) -> list[Sha
 def _flattened(key: str, tensor: torch.Tensor, rank: int, world: int) -> list[ShardedTensor]:
     """Slices of the flattened tensor that begin and end inside rows."""
     edges = [0, *(tensor.numel() * number // world + number for number in range(1, world)), tensor.numel()]
-    start, stop = [*pairwise(edges)][rank]
+    start, stop = edges[rank : rank + 2]
     data = plain(tensor).reshape(-1)[start:stop].clone().view(tensor.dtype)
     return [ShardedTensor.from_rank_offsets_flat(key, data, tuple(tensor.shape), flattened_range=slice(start, stop))]
 
@@ -117,7 +114,7 @@ def make_shards(
         dtypes: The dtypes.
         rank: The rank.
         world: Number of ranks.
-        shift: Cut each tensor in the layout that stands so many places further in the list.
+        shift: Cut each tensor in the layout this many places after its own in the list.
     """
     shards = {}
     for dtype in dtypes:

@@ -94,7 +94,7 @@ class StoredIndex(ChunkIndex):
         number = self.numbers[key]
         return ShardedTensor.from_global_shape(key, self.dtypes[number], self.shapes[number])
 
-    def archive(self, key: str) -> Item:
+    def find_object(self, key: str) -> Item:
         """Return where an object is stored, by its unique key or its name in ``.metadata``."""
         return self.objects[key] if key in self.objects else self.named[key]
 

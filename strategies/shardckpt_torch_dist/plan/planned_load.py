@@ -181,7 +181,7 @@ def _plan_read(item: ReadItem, destinations: CheckedPlanner, index: StoredIndex)
     key = item.storage_index.fqn
     if key not in index.objects and key not in index.named:
         raise _make_planner_error(destinations, f"the object {key!r}, which the checkpoint does not have")
-    return ObjectRead(index.archive(key), key, lambda data: destinations.load_bytes(item, io.BytesIO(data)))
+    return ObjectRead(index.find_object(key), key, lambda data: destinations.load_bytes(item, io.BytesIO(data)))
 
 
 def _plan_region(item: ReadItem, destinations: CheckedPlanner, index: StoredIndex) -> LateRegion:

@@ -362,3 +362,13 @@ def given_to_another_layout() -> str:
     except CheckpointingException as exc:
         return str(exc)
     raise AssertionError("taken")
+
+
+def given_on_one_rank(folder: str) -> str:
+    """Open a manager with fault tolerance on rank 0 alone, and return its error."""
+    tolerance = FaultTolerance(Manager(0), "a") if dist.get_rank() == 0 else None
+    try:
+        CheckpointManager(CheckpointConfig(folder=folder), {"n": Progress()}, fault_tolerance=tolerance)
+    except CheckpointingException as exc:
+        return str(exc)
+    return ""

@@ -79,6 +79,12 @@ def _manager(folder: Path | str, states: dict[str, Any], replica: Any = "a", quo
     return CheckpointManager(CheckpointConfig(folder=folder, **config), states, fault_tolerance=tolerance)
 
 
+def test_all_ranks_or_none_are_of_a_replica(ranks: Ranks, tmp_path: Path) -> None:
+    """Fault tolerance on some ranks alone is an error that says so."""
+    for message in ranks.run(2, replicas.given_on_one_rank, str(tmp_path)):
+        assert "ranks disagree on fault_tolerance: True on rank 0, False on rank 1" in message
+
+
 def test_wrong_arguments(tmp_path: Path) -> None:
     """What cannot be a replica's is refused by name, before anything is trained."""
     model = torch.nn.Linear(2, 2)
@@ -88,6 +94,9 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         _manager(tmp_path, {"model": model}, "a/../b")
     with pytest.raises(CheckpointingException, match=r"a Loader has no participating_rank\(\)"):
         _manager(tmp_path, {"model": model}, quorum=Loader(0))
+    config, bare = CheckpointConfig(folder=str(tmp_path)), Manager(0)
+    with pytest.raises(CheckpointingException, match=r"fault_tolerance=.*: give FaultTolerance\(manager, replica_id\)"):
+        CheckpointManager(config, {"model": model}, fault_tolerance=bare)  # type: ignore[arg-type]
     mute = OldManager(0)
     mute.set_state_dict_fns = None  # type: ignore[assignment,method-assign]
     with pytest.raises(CheckpointingException, match="neither register_state_dict_fn nor set_state_dict_fns"):
