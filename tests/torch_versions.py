@@ -35,15 +35,8 @@ SELECTION = (
     "tests/testing/test_rank_threads.py",
     "tests/torch_dist/dcp",
 )
-TOOLS = (
-    "numpy",
-    "pytest>=8",
-    "pytest-timeout>=2.3",
-    "pytest-xdist>=3.6",
-    "hypothesis>=6.100",
-    "torchao>=0.18",
-    "xxhash>=3.0",
-)
+#: Distributions that the selection needs.
+TOOLS = ("numpy", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "torchao", "xxhash")
 COLUMNS = ("torch", "Python", "demo", "passed", "failed", "skipped")
 INSTALL_LIMIT, DEMO_LIMIT, TESTS_LIMIT = 1800, 400, 1800  # seconds
 
@@ -102,7 +95,7 @@ def _run(interpreter: str, release: str) -> Row:
         programs = Path(folder, "venv", "bin")
         python = str(programs / "python")
         install = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
-        call([*install, f"torch=={release}", "--editable", str(ROOT), *TOOLS], INSTALL_LIMIT, check=True)
+        call([*install, f"torch=={release}", "--editable", str(ROOT), *_list_tools()], INSTALL_LIMIT, check=True)
         ask = "import platform, torch; print(torch.__version__.split('+')[0], platform.python_version())"
         versions = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True, timeout=300).stdout
         demo = call([str(programs / "shardckpt"), "demo"], DEMO_LIMIT)
@@ -113,6 +106,12 @@ def _run(interpreter: str, release: str) -> Row:
         call([python, "-m", "pytest", *options, *SELECTION], TESTS_LIMIT)
         passed, failed, skipped = count_tests(results)
         return Row(*versions.split(), "failed" if demo else "passed", passed, failed, skipped)
+
+
+def _list_tools() -> list[str]:
+    """Return the requirements of the selection, as ``pyproject.toml`` has them."""
+    project = (ROOT / "pyproject.toml").read_text()
+    return [re.findall(rf'"({name}>=[\d.]+)"', project)[0] for name in TOOLS]
 
 
 def count_tests(results: Path) -> tuple[int, int, int]:

@@ -16,6 +16,7 @@ from pydantic import (
     Field,
     ValidationError,
     ValidationInfo,
+    field_serializer,
     field_validator,
     model_validator,
 )
@@ -382,6 +383,10 @@ class CheckpointConfig(BaseModel):
     @classmethod
     def _parse_mode(cls, mode: str) -> AsyncMode:
         return AsyncMode(mode)
+
+    @field_serializer("async_mode", when_used="json")
+    def _name_mode(self, mode: AsyncMode) -> str:
+        return mode.value  # pydantic 2.7 leaves an enum in a union with texts as it is
 
     @property
     def retention_policies(self) -> tuple[RetentionPolicy, ...]:

@@ -28,11 +28,13 @@ STAGES = (("embedding", "0"), ("1", "embedding"))
 WHOLE = ("embedding", "0", "1")
 
 
-class Part(nn.ModuleDict):
-    """Some modules of a model, by their names in the whole."""
+class Part(nn.Module):
+    """Some modules of a model, by their names in the whole; no ModuleDict, which fully_shard of torch 2.10 refuses."""
 
-    def forward(self) -> None:
-        """Nothing calls it; fully_shard wants one."""
+    def __init__(self, parts: dict[str, nn.Module]) -> None:
+        super().__init__()
+        for name, module in parts.items():
+            self.add_module(name, module)
 
 
 def _job(

@@ -94,15 +94,14 @@ class Place:
     def _guard(self, call: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: self.stopping.request(call, *args)
 
-    @property
     def folder(self) -> Any:
-        """The folder."""
+        """The folder. No property: pluggy below 1.7 reads those of a plugin before it is registered."""
         return open_folder(self.url, get_plugin_manager())
 
     def die(self) -> None:
         """Let what a save of this process has left be that of a dead one."""
         self.stopping.stop(0, is_answer_lost=False)
-        folder = self.folder
+        folder = self.folder()
         for name, size in folder.tree().items():
             if ".shardckpt-uploading-" in name:
                 said = folder.read(name, 0, size).replace(Owner.current().text.encode(), owners.dead().text.encode())
@@ -125,4 +124,4 @@ def versions(url: str) -> list[float]:
 
 def generations(place: Place) -> set[str]:
     """The generations that a place holds."""
-    return {find_generation(name) for name in place.folder.tree()}
+    return {find_generation(name) for name in place.folder().tree()}

@@ -41,7 +41,7 @@ def test_of_two_overwrites_one_wins(place: Place) -> None:
     assert versions(place.url) == [OLD]
     assert jobs.error_of(second.execute_sync) == ("", "")
     assert versions(place.url) == [LATER]
-    assert not [name for name in place.folder.tree() if ".shardckpt" in name]
+    assert not [name for name in place.folder().tree() if ".shardckpt" in name]
     assert len(generations(place)) == 2
 
 
@@ -71,14 +71,14 @@ def test_another_living_process_is_not_overruled(place: Place) -> None:
     jobs.save(place.url, OLD)
     with owners.alive() as owner:
         said = f"save {'5' * 32} of process {owner.pid} on host, begun 2026-01-01 00:00:00 UTC\nowner {owner.text}\n"
-        (RemotePath(place.folder) / f".shardckpt-uploading-{'5' * 32}").write(said.encode())
+        (RemotePath(place.folder()) / f".shardckpt-uploading-{'5' * 32}").write(said.encode())
         kind, text = jobs.error_of(jobs.save, place.url, NEW, overwrite=True)
     assert kind == "StorageError"
     assert f"another save is under way there ('save {'5' * 32} of process {owner.pid} on host" in text
     assert versions(place.url) == [OLD]
     jobs.save(place.url, NEW, overwrite=True)  # it is dead
     assert versions(place.url) == [NEW]
-    assert not [name for name in place.folder.tree() if ".shardckpt" in name]
+    assert not [name for name in place.folder().tree() if ".shardckpt" in name]
 
 
 def test_what_may_live_elsewhere_is_overruled_and_left_to_a_prune(place: Place) -> None:
@@ -87,12 +87,12 @@ def test_what_may_live_elsewhere_is_overruled_and_left_to_a_prune(place: Place) 
     mark, other = f".shardckpt-uploading-{'5' * 32}", f"generation-{'5' * 32}/data"
     said = f"save {'5' * 32} of process 1 on host, begun 2026-01-01 00:00:00 UTC\nowner {owners.elsewhere().text}\n"
     for name, data in ((mark, said.encode()), (other, b"12345")):
-        (RemotePath(place.folder) / name).write(data)
+        (RemotePath(place.folder()) / name).write(data)
     jobs.save(place.url, NEW, overwrite=True)
-    assert {mark, other} <= place.folder.tree().keys()
+    assert {mark, other} <= place.folder().tree().keys()
     assert prune_leftovers(place.url)[0].kept
     assert [result.is_removed for result in prune_leftovers(place.url, 0)] == [True]
-    assert not {mark, other} & place.folder.tree().keys()
+    assert not {mark, other} & place.folder().tree().keys()
     assert versions(place.url) == [NEW]
 
 
@@ -113,13 +113,13 @@ def test_a_copied_prefix_is_the_checkpoint(place: Place, tmp_path: Path) -> None
     for value in (OLD, NEW):
         jobs.save(place.url, value, overwrite=True, verify_integrity=True)
     copy = RemotePath(open_folder("objects://bucket/elsewhere/copy", get_plugin_manager()))
-    for name, size in place.folder.tree().items():
-        data = place.folder.read(name, 0, size)
+    for name, size in place.folder().tree().items():
+        data = place.folder().read(name, 0, size)
         assert b"bucket" not in data
         (tmp_path / "c" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "c" / name).write_bytes(data)
         (copy / name).write(data)
-    delete_checkpoint(RemotePath(place.folder))
+    delete_checkpoint(RemotePath(place.folder()))
     for url in (copy.url, str(tmp_path / "c")):
         jobs.check(url, NEW, verify_integrity=True)
         assert not [result.fault for result in verify_checkpoint(url) if result.fault]
@@ -135,13 +135,13 @@ def test_a_generation_that_is_lost_is_damage(place: Place) -> None:
     """A marker that names what is not there, or no generation at all, is an error that says so, never another save."""
     for value in (OLD, NEW):
         jobs.save(place.url, value, overwrite=True)
-    marker = RemotePath(place.folder) / "metadata.json"
+    marker = RemotePath(place.folder()) / "metadata.json"
     said = marker.read_tagged()[0]
     marker.write(said.replace(b"generation-", b"../../etc-"))
     assert jobs.error_of(jobs.check, place.url, NEW)[0] == CorruptCheckpointError.__name__
     marker.write(said)
     generation = max(generations(place))
-    (RemotePath(place.folder) / f"{generation}/metadata.json").delete()
+    (RemotePath(place.folder()) / f"{generation}/metadata.json").delete()
     kind, text = jobs.error_of(jobs.check, place.url, NEW)
     assert kind == CorruptCheckpointError.__name__
     assert f"metadata.json names {generation}, and that has no metadata.json: it was lost" in text

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -78,8 +79,10 @@ class Checkpoint(NamedTuple):
 
 
 def see_refusal(checkpoint: Path) -> None:
-    """See that ``dcp.load`` with our reader refuses the format, and names the way."""
-    with pytest.raises(CheckpointException, match=r"reads that format only: load it with dist_checkpointing\.load"):
+    """See that ``dcp.load`` with our reader refuses the format, and names the way; torch 2.10 hides its error."""
+    is_hidden = torch.__version__ < (2, 11)
+    text = "metadata is None" if is_hidden else r"reads that format only: load it with dist_checkpointing\.load"
+    with pytest.raises(CheckpointException, match=text):
         dcp.load({"grid": 0}, storage_reader=CheckpointStorageReader(checkpoint))
 
 

@@ -41,7 +41,8 @@ def test_a_mode_may_be_a_text(mode: AsyncMode) -> None:
     assert CheckpointConfig(async_mode=upper).async_mode is AsyncMode(upper) is mode
     config = CheckpointConfig(async_mode=mode.value)
     assert config.async_mode is CheckpointConfig(async_mode=mode).async_mode is mode
-    assert config.describe()["async_mode"] == mode.value
+    stored = config.describe()["async_mode"]
+    assert (type(stored), stored) == (str, mode.value)
 
 
 @table(

@@ -255,6 +255,7 @@ def test_state_that_has_names_already_keeps_them(tmp_path: Path) -> None:
     assert sorted(found) == ["optimizer.state.0.bias.exp_avg", "optimizer.state.0.weight.exp_avg"]
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 11), reason="torch 2.10 does not know the class of the meshes in the files")
 def test_values_that_differ_beside_parts_of_tensors_are_refused_by_name(tmp_path: Path) -> None:
     """The tensors and the other values of such an item load; the value itself is no rank's."""
     folder = copy_golden("unlisted-2", tmp_path / "step")

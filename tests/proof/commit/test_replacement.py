@@ -44,12 +44,12 @@ def test_an_overwrite_that_is_killed_anywhere_is_old_or_new(place: Place, saves:
         else:
             jobs.save(place.url, LATER, overwrite=True)
         assert versions(place.url) == (found[-1] if number % 2 else [LATER])
-        names = place.folder.tree()
+        names = place.folder().tree()
         assert not [name for name in names if ".shardckpt-uploading" in name]
         assert len([name for name in names if name.endswith("shardckpt.json")]) == 1
         assert len(generations(place)) <= 2
-        delete_checkpoint(RemotePath(place.folder))
-        assert place.folder.tree() == {}
+        delete_checkpoint(RemotePath(place.folder()))
+        assert place.folder().tree() == {}
     assert [OLD] in found
     assert found[-1] == [NEW]
     assert found[-2] == [NEW]
