@@ -90,7 +90,7 @@ class _StandInFinder(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> str | None:
         self.has_stand_in |= isinstance(value, (FunctionProxy, OpaqueClass))
-        return "skipped" if isinstance(value, (FunctionProxy, OpaqueClass, torch.Tensor)) else None
+        return "skipped" if isinstance(value, (FunctionProxy, OpaqueClass, torch.Tensor, bytes, bytearray)) else None
 
 
 def has_stand_in(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import os
 import signal
@@ -108,7 +109,8 @@ class Preemption(ManagerPart):
         )
         left = max(each.grace_ends for each in waiting) - now
         with suppress(RuntimeError, MemoryError):  # no thread can start: the step is saved without the warning
-            threading.Thread(target=logger.warning, args=(text, signal.Signals(number).name, left), daemon=True).start()
+            # not threading.Thread, which takes a lock that the interrupted code may hold
+            _thread.start_new_thread(logger.warning, (text, signal.Signals(number).name, left))
 
     def _list_chain(self, number: int) -> list[Preemption]:
         """Return this one, and then the earlier ones that were installed for a signal, newest first."""
