@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import logging
 import re
+import sys
 from contextlib import redirect_stderr
 from typing import TYPE_CHECKING, Any
 
@@ -128,7 +129,8 @@ def test_a_rank_that_waits_names_itself_the_call_and_who_is_missing(
         manager.steps()
     dc.save({"a": ShardedTensor.from_rank_offsets("a", torch.ones(2))}, tmp_path / "dc")
     said = [record.getMessage() for record in caplog.records]
-    for call in ("CheckpointManager.steps()", "save()"):
+    owner = "CheckpointManager." if sys.version_info >= (3, 11) else ""  # frames of Python 3.10 do not know it
+    for call in (f"{owner}steps()", "save()"):
         pattern = (
             rf"shardckpt: rank 0 has waited for 10 s in {re.escape(call)}, called at .*test_long_wait\.py:\d+, "
             r"for rank 1, which has not called it, or is still busy in it\. It is collective"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import json
+import math
 import os
 import platform
 import subprocess
@@ -121,7 +122,7 @@ def write_report(rows: list[Row], sets: list[FaultSet]) -> str:
         ours = sum(row.count_points() for row in found if row.subject not in STOCK)
         others = sum(row.count_points() for row in found if row.subject in STOCK)
         bad = sum(row.count_bad() for row in found)
-        seconds = sum(row.seconds for row in found)
+        seconds = math.fsum(row.seconds for row in found)  # as sum rounds from Python 3.12 on
         lines.append(f"| [{threat}](#{threat}) | {len(found)} | {ours} | {bad} | {others} | {seconds:.0f} |")
     for threat in threats:
         lines += ["", f"## {threat}", "", *EXPLANATIONS[threat].splitlines(), ""]
