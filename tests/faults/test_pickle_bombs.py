@@ -165,19 +165,17 @@ def test_containers_of_a_byte_each(opcode: bytes) -> None:
 
 def test_a_member_that_torch_finds_by_another_case(tmp_path: Path) -> None:
     """Torch looks for a member without regard to case: so does the check of what it would read."""
-    path = tmp_path / "model.bin"
-    torch.save({"a": torch.ones(2), "nested": _nested(2_000)}, path)
+    path, nested, limit = tmp_path / "model.bin", (), sys.getrecursionlimit()
+    for _ in range(2_000):
+        nested = (nested,)  # type: ignore[assignment]
+    sys.setrecursionlimit(20_000)
+    try:
+        torch.save({"a": torch.ones(2), "nested": nested}, path)
+    finally:
+        sys.setrecursionlimit(limit)
     path.write_bytes(path.read_bytes().replace(b"/data.pkl", b"/DATA.PKL"))
     with pytest.raises(CorruptCheckpointError, match="tuples in tuples"):
         read_torch_file(path)
-
-
-def _nested(depth: int) -> Any:
-    sys.setrecursionlimit(max(sys.getrecursionlimit(), 20_000))
-    value: Any = ()
-    for _ in range(depth):
-        value = (value,)
-    return value
 
 
 @table("function", [b"_codecs\nencode", b"__builtin__\nbytearray", b"__builtin__\nstr"])
