@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from functools import partial
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from shardckpt.chunks.read_ahead import SMALL_ITEM, ReadAhead, group_neighbours
+from shardckpt.planning.table import make_column
 from shardckpt.storage.range_reads import RangeRead
 from shardckpt.tensors.raw_memory import view_memory
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import TypeAlias
 
+    from shardckpt.chunks.read_ahead import Target
     from shardckpt.chunks.regions import Region
     from shardckpt.planning.boxes import Ints
     from shardckpt.storage.reader import CheckpointReader
@@ -112,7 +113,7 @@ class ContiguousRegions(NamedTuple):
                 read = partial(self._read_runs, runs, low, high, stop)
                 neighbours.append(NeighbourRead(stop - runs.start[low], read))
                 continue
-            memory = view_memory(runs.address[low], runs.end[low] - runs.begin[low], self.make_regions)
+            memory = view_memory(runs.address[low], runs.nbytes[low], self.make_regions)
             key = self.keys[int(self.tensor[runs.first[low]])]
             ranges.append(RangeRead(self.files[runs.file[low]], runs.begin[low], memory, key))
         return ranges, neighbours
@@ -132,22 +133,20 @@ class ContiguousRegions(NamedTuple):
             start=self.start[first].tolist(),
             stop=self.stop[last].tolist(),
             begin=begin[first].tolist(),
-            end=end[last].tolist(),
+            nbytes=(end[last] - begin[first]).tolist(),
             address=address[first].tolist(),
         )
 
     def _read_runs(
         self, runs: _Runs, low: int, high: int, stop: int, reader: CheckpointReader, read_one: ReadOne
     ) -> None:
-        """Read some runs with one request, and copy them to memory.
+        """Read some runs with one request, each into its memory.
 
         If a digest of the range differs, each region is read by itself, so that the error names the damaged tensor.
         """
-        with ReadAhead(reader, self.files[runs.file[low]], runs.start[low], stop) as ahead:
+        targets = [*zip(runs.begin[low:high], runs.nbytes[low:high], runs.address[low:high], strict=True)]
+        with ReadAhead(reader, self.files[runs.file[low]], runs.start[low], stop, targets, self.make_regions) as ahead:
             if ahead:
-                copies = zip(runs.begin[low:high], runs.end[low:high], runs.address[low:high], strict=True)
-                for begin, end, address in copies:
-                    ctypes.memmove(address, ahead.base + begin, end - begin)
                 return
             last = runs.first[high] if high < len(runs.first) else len(self.file)
             for region in self.make_regions(self.row[runs.first[low] : last]):
@@ -163,7 +162,7 @@ class _Runs(NamedTuple):
         start: Where the item of its first region begins in the file, in bytes.
         stop: Where the item of its last region ends.
         begin: Where the run itself begins.
-        end: Where it ends.
+        nbytes: Its bytes.
         address: Where it begins in memory.
     """
 
@@ -172,7 +171,7 @@ class _Runs(NamedTuple):
     start: list[int]
     stop: list[int]
     begin: list[int]
-    end: list[int]
+    nbytes: list[int]
     address: list[int]
 
 
@@ -194,25 +193,31 @@ class FramedRegions(NamedTuple):
     def plan_reads(self) -> tuple[list[RangeRead], list[NeighbourRead]]:
         """Return the reads of neighbours; see :meth:`ContiguousRegions.plan_reads`."""
         regions = self.regions
-        starts, stops = regions.start.tolist(), regions.stop.tolist()
-        places = regions.offset.tolist(), regions.nbytes.tolist(), regions.address.tolist()
-        copies = [*zip(starts, stops, *places, self.frames, strict=True)]
+        starts, stops, frames = regions.start.tolist(), regions.stop.tolist(), self.frames
+        heads = make_column([len(head) for head, _ in frames])
+        places = regions.start + heads + regions.offset
+        targets = [*zip(places.tolist(), regions.nbytes.tolist(), regions.address.tolist(), strict=True)]
         groups = group_neighbours(regions.file.tolist(), starts, stops, [True] * len(starts))
-        # 0: frames are compared in Python, where two threads take 5 % longer than one
-        return [], [NeighbourRead(0, partial(self._read_items, copies, low, high, end)) for low, high, end in groups]
+        reads = []
+        for low, high, stop in groups:
+            items = [*zip(starts[low:high], stops[low:high], frames[low:high], strict=True)]
+            read = partial(self._read_items, low, stop, items, targets[low:high])
+            reads.append(NeighbourRead(stop - starts[low], read))
+        return [], reads
 
     def _read_items(
         self,
-        copies: Sequence[tuple[int, int, int, int, int, Frame]],
         low: int,
-        high: int,
-        end: int,
+        stop: int,
+        items: Sequence[tuple[int, int, Frame]],
+        targets: Sequence[Target],
         reader: CheckpointReader,
         read_one: ReadOne,
     ) -> None:
-        """Read some items with one request, and copy their values; an item with another frame is read by itself."""
+        """Read some items with one request, their values into memory; an item with another frame is read by itself."""
         regions = self.regions
-        with ReadAhead(reader, regions.files[int(regions.file[low])], copies[low][0], end) as ahead:
-            others = [row for row in range(low, high) if not ahead.copy_framed(*copies[row])]
+        file, start = regions.files[int(regions.file[low])], items[0][0]
+        with ReadAhead(reader, file, start, stop, targets, regions.make_regions) as ahead:
+            others = [row for row, item in enumerate(items, low) if not ahead.has_frame(*item)]
             for region in regions.make_regions(regions.row[others]) if others else ():
                 read_one(region, ahead)

@@ -59,9 +59,11 @@ def _load_xxh3() -> Digest:
 
 
 def _load_joined_xxh3() -> JoinedDigest:
-    from xxhash import xxh3_64
+    from xxhash import xxh3_64, xxh3_64_intdigest
 
     def digest(pieces: Sequence[memoryview]) -> int:
+        if len(pieces) == 1:
+            return xxh3_64_intdigest(pieces[0])
         found = xxh3_64()
         for piece in pieces:
             found.update(piece)

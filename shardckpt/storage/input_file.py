@@ -133,6 +133,8 @@ def read_joined(file: InputFile, buffers: Sequence[memoryview], offset: int) -> 
     except OSError:
         with wrap_os_errors(f"read at offset {offset} of", file.path):
             raise
+    if done == sum(buffer.nbytes for buffer in buffers):
+        return
     for buffer in buffers:
         filled = max(0, min(done, buffer.nbytes))
         file.read_into(buffer[filled:], offset + filled)

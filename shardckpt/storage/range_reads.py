@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from shardckpt.storage.digest import Segments
 
@@ -72,3 +72,33 @@ def batch_ranges(
             batch, free = [], size_batch()
     if batch:
         yield batch
+
+
+def fill_gaps(parts: Iterable[tuple[int, memoryview]], spare: memoryview) -> list[memoryview] | None:
+    """Return memory for all bytes of a range, piece by piece: its parts, and spare memory in the places between them.
+
+    ``parts`` are offsets in the range and memory, in ascending order; None if two overlap.
+    """
+    pieces: list[memoryview] = []
+    end = 0
+    for offset, memory in (*parts, (spare.nbytes, spare[:0])):
+        if offset > end:
+            pieces.append(spare[end:offset])
+        elif offset < end:
+            return None
+        pieces.append(memory)
+        end = offset + memory.nbytes
+    return pieces
+
+
+def split_pieces(pieces: Iterable[memoryview], lengths: Iterable[int]) -> Iterator[list[memoryview]]:
+    """Yield consecutive pieces of memory again, as groups of the given lengths in bytes; a piece may be cut."""
+    rest, following = memoryview(b""), iter(pieces)
+    for length in lengths:
+        group: list[memoryview] = []
+        while length > 0:
+            piece = rest if rest.nbytes else next(following)
+            rest = piece[length:]
+            group.append(piece[:length])
+            length -= piece.nbytes  # noqa: PLW2901 - below 0 if the piece was cut
+        yield group

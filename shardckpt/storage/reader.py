@@ -24,7 +24,7 @@ from shardckpt.storage.identity import is_gone
 from shardckpt.storage.input_file import read_joined
 from shardckpt.storage.memory_budget import plan_reading
 from shardckpt.storage.open_files import OPEN_FILES, OpenFile, OpenFiles
-from shardckpt.storage.range_reads import RangeRead, batch_ranges
+from shardckpt.storage.range_reads import RangeRead, batch_ranges, fill_gaps, split_pieces
 from shardckpt.storage.read_ends import ReadEnds
 from shardckpt.storage.spans import ElementRange, Pieces, Span, cut_spans
 from shardckpt.storage.workers import Workers
@@ -284,6 +284,46 @@ class CheckpointReader:
         """
         memory = buffer.cast("B") if buffer.nbytes else memoryview(bytearray())  # no cast takes a shape with a 0
         self.read_ranges([RangeRead(name, offset, memory, what)])
+
+    def read_parts(
+        self, name: str, offset: int, parts: Sequence[tuple[int, memoryview]], rest: memoryview, what: str
+    ) -> bool:
+        """Fill parts of memory with parts of a range of a local file, by one call in this thread.
+
+        Args:
+            name: The file.
+            offset: Of the range's first byte in the file.
+            parts: Where each part begins in the range, and its memory; in ascending order, 511 at most, since a system
+                call takes 1,024 pieces of memory (IOV_MAX), with those for the bytes between the parts.
+            rest: As many bytes as the range: gets those between the parts, in their places.
+            what: A name for the range in errors.
+
+        Returns:
+            Whether they are filled. If not, their bytes are undefined, and are to be read otherwise: two parts overlap,
+            the file is on a store, or a digest differs.
+
+        Raises:
+            CorruptCheckpointError: the range is outside the file.
+        """
+        pieces = fill_gaps(parts, rest)
+        if self._by_requests or self._ends is not None or pieces is None:
+            return False
+        file = self._files.acquire(name)
+        try:
+            _check_range(file, offset, rest.nbytes, what)
+            start, stop = offset, offset + rest.nbytes
+            segments = [] if file.segments is None else [*file.segments.touching(start, stop)]
+            if segments:  # it may begin or end with bytes that are outside the range
+                start, stop = segments[0][0], segments[-1][1]
+            before, outside = offset - start, stop - start - rest.nbytes
+            with block_pool.acquired(outside) as spare:
+                around = [spare[:before], *pieces, spare[before:outside]] if outside else pieces
+                read_joined(file.input, around, start)
+                groups = split_pieces(around, [high - low for low, high, _ in segments])
+                pairs = zip(groups, segments, strict=True)
+                return all(self._digest_joined(group) == digest for group, (_, _, digest) in pairs)
+        finally:
+            self._files.release(file)
 
     def read_ranges(self, ranges: Sequence[RangeRead], meanwhile: Callable[[], object] | None = None) -> None:
         """Fill memory from many ranges, without a copy, by threads that do nothing but read and check digests.

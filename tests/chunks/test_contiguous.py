@@ -106,6 +106,22 @@ def test_small_tensors_are_read_once(
 
 
 @table("backend", ["safetensors", "torch_dist"])
+def test_small_tensors_are_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """Tensors of some KiB, anywhere in memory, are read into it, many by one call."""
+    saved = {f"t{number}": torch.rand(2 << 10) for number in range(100)}
+    dc.save(states.entire(saved), tmp_path / "c", backend)
+    data = max((tmp_path / "c").iterdir(), key=lambda path: path.stat().st_size)
+    state = states.entire({key: torch.zeros(2 << 10) for key in saved})
+    copies: list[object] = []
+    monkeypatch.setattr(read_ahead.ctypes, "memmove", lambda *args: copies.append(args))
+    reads = watch_reads(monkeypatch)
+    loaded = dc.load(state, tmp_path / "c")
+    assert all(torch.equal(loaded[key], value) for key, value in saved.items())
+    assert not copies
+    assert len([read for read in reads if read.name == data.name]) <= 3
+
+
+@table("backend", ["safetensors", "torch_dist"])
 @table("seed", range(4))
 def test_any_box_of_tensors_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, backend: str) -> None:
     """A box of rows, columns, or single elements has its values, whichever chunks have them."""
