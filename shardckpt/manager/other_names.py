@@ -42,6 +42,9 @@ OTHER_NAMES = {
     "default_root_dir": "folder",
     "save": "folder",
     "checkpoint_folder": "folder",
+    "checkpoint_dir": "folder",
+    "checkpoint_id": "folder",
+    "path": "folder",
     "load": "initial_load_path",
     "pretrained_checkpoint": "initial_load_path",
     "save_weights_only": "last_save_model_only",
@@ -54,6 +57,9 @@ OTHER_NAMES = {
     "enable_jit_checkpoint": "save_on_sigterm",
     "exit_signal_handler": "save_on_sigterm",
     "ckpt_format": "strategy",
+    "format": "strategy",
+    "backend": "strategy",
+    "sharded_strategy": "strategy",
     "strict": "on_unused",
 }
 

@@ -127,6 +127,7 @@ def test_wrong_names_are_refused_before_the_training(tmp_path: Path, wrong: dict
     "settings, said",
     [
         ({"max_to_keep": 3}, "there is no setting 'max_to_keep': it is keep_latest_k here"),
+        ({"backend": "ep"}, "there is no setting 'backend': it is strategy here"),
         ({"keep_latst_k": 3}, "there is no setting 'keep_latst_k': did you mean keep_latest_k?"),
         ({"interval": "x"}, "interval='x': expected a whole number"),
         ({"keep_latest_k": -1}, "keep_latest_k=-1: expected 0 or more"),
