@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import resource
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import pytest
 
 
@@ -44,9 +48,22 @@ def list_open(folder: Path) -> list[str]:
     return found
 
 
+@contextlib.contextmanager
+def few_descriptors(count: int) -> Iterator[None]:
+    """Let this process open so many more files."""
+    used = {int(link.name) for link in Path("/proc/self/fd").iterdir()}
+    free = itertools.islice((number for number in itertools.count() if number not in used), count, None)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next(free), limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 def list_threads(prefix: str = "shardckpt") -> set[threading.Thread]:
     """Return the running threads of shardckpt: their names begin with its own."""
     return {thread for thread in threading.enumerate() if thread.name.startswith(prefix)}
 
 
-__all__ = ["Read", "list_open", "list_threads", "watch_reads"]
+__all__ = ["Read", "few_descriptors", "list_open", "list_threads", "watch_reads"]

@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, TypeVar
 
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError
+from shardckpt.storage.descriptors import open_within_limit
 from shardckpt.storage.open_path import OpenPath
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class RelativePath(OpenPath):
 
     def open(self, flags: int) -> int:  # type: ignore[override]
         """Return a new descriptor of the file, opened with flags of ``os.open``; the caller closes it."""
-        return os.open(self._entry or ".", flags, dir_fd=self._directory.fd)
+        return open_within_limit(lambda: os.open(self._entry or ".", flags, dir_fd=self._directory.fd))
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         """Return the result of ``os.stat``."""
@@ -157,7 +158,7 @@ def open_directory(path: Path) -> Path:
     if isinstance(path, OpenPath):
         return path.refresh() if is_read_again() else path.hold()
     try:
-        return RelativePath(_OpenDirectory(path, os.open(path, _FLAGS)))
+        return RelativePath(_OpenDirectory(path, open_within_limit(lambda: os.open(path, _FLAGS))))
     except OSError:
         return path
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from shardckpt.errors import CorruptCheckpointError, NotEnoughSpaceError, StorageError, is_first_warning, name_known
 from shardckpt.manifest.names import NAME_RULE, is_file_name, list_parents
 from shardckpt.storage.abilities import on_store
+from shardckpt.storage.descriptors import open_within_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -83,7 +84,10 @@ def make_folders(directory: Path, name: str) -> None:
 
 
 #: Advice that an error of the system lacks.
-_ADVICE = {errno.EFBIG: ": `ulimit -f` says how large a file of the process may be; else the file system has no larger"}
+_ADVICE = {
+    errno.EFBIG: ": `ulimit -f` says how large a file of the process may be; else the file system has no larger",
+    errno.EMFILE: ": `ulimit -n` says how many the process may have, pipes and sockets among them; raise it",
+}
 
 
 class wrap_os_errors:  # noqa: N801 - used as a function; no generator, since each opening of a file has one
@@ -118,7 +122,7 @@ def open_new(path: Path, *, shared: bool = False) -> int:
     with wrap_os_errors("create", path):
         # O_EXCL: a path that exists may be a link to elsewhere, or another save's file; 0o666 is cut by the umask
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        return os.open(path, flags if shared else flags | os.O_EXCL, 0o666)
+        return open_within_limit(lambda: os.open(path, flags if shared else flags | os.O_EXCL, 0o666))
 
 
 def is_there(path: Path) -> bool:

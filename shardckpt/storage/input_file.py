@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.storage.abilities import on_store
+from shardckpt.storage.descriptors import open_within_limit
 from shardckpt.storage.directory import RelativePath
 from shardckpt.storage.filesystem import LINK_REFUSAL, retry_transient, wrap_os_errors
 
@@ -73,7 +74,10 @@ class LocalFile(InputFile):
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         with wrap_os_errors("open", path):
             try:
-                self._fd = path.open(flags) if isinstance(path, RelativePath) else os.open(path, flags)
+                if isinstance(path, RelativePath):
+                    self._fd = path.open(flags)
+                else:
+                    self._fd = open_within_limit(lambda: os.open(path, flags))
             except OSError as exc:
                 if exc.errno == errno.ELOOP and path.is_symlink():
                     raise StorageError(LINK_REFUSAL.format(path=path)) from exc

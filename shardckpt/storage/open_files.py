@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError, StorageError
 from shardckpt.manifest.names import RECORD_NAME, list_files
+from shardckpt.storage.descriptors import note_keeper
 from shardckpt.storage.digest import Segments, limit_table
 from shardckpt.storage.directory import RelativePath, was_replaced
 from shardckpt.storage.filesystem import (
@@ -143,10 +144,11 @@ class OpenFiles:
         self.accepts_cut = False
         #: (size, mtime) of files without a record, when they were first opened: nothing else shows a change of them.
         self._stamps: dict[str, tuple[int, int]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._files: dict[str, OpenFile] = {}
         #: Those that are open, the most recently used one last.
         self._open: dict[str, OpenFile] = {}
+        note_keeper(self)
 
     def open_unshared(self, name: str) -> OpenFile:
         """Open a file for the caller alone, who closes it, and return it."""
@@ -228,6 +230,18 @@ class OpenFiles:
                     file.close()
             self._files.clear()
             self._open.clear()
+
+    def close_unused(self) -> bool:
+        """Close the files that nobody uses; return whether there were any. No other thread's call is waited for."""
+        if not self._lock.acquire(blocking=False):  # that thread may wait for a file of this one's reader
+            return False
+        try:
+            unused = [name for name, file in self._open.items() if not file.users]
+            for name in unused:
+                self._open.pop(name).close()
+            return bool(unused)
+        finally:
+            self._lock.release()
 
     def _read_table(self, record: FileRecord | PlainFile, algorithm: str) -> bytes:
         """Return the content of a record's table file, whose size is checked before memory is taken for it."""

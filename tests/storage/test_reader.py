@@ -25,7 +25,7 @@ from shardckpt.storage.open_files import OPEN_FILES
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.storage.spans import ElementRange, Pieces
 from shardckpt.tensors import LARGE
-from tests.resources import list_open, watch_reads
+from tests.resources import few_descriptors, list_open, watch_reads
 from tests.storage.files import manifest, write
 from tests.tables import table
 
@@ -402,6 +402,22 @@ def test_more_files_than_may_be_open(tmp_path: Path, threads: int) -> None:
         assert not wrong
         assert len(list_open(tmp_path)) <= OPEN_FILES + threads
     assert list_open(tmp_path) == []
+
+
+def test_a_process_that_may_open_few_files(tmp_path: Path) -> None:
+    """Two checkpoints are read, and a file is written, where the process may open fewer files than readers keep."""
+    for folder in "abc":
+        (tmp_path / folder).mkdir()
+    records = [write(tmp_path / folder, f"f{n}", [[bytes([n])]]) for folder in "ab" for n in range(40)]
+    checkpoint = manifest(*records[:40])
+    with (
+        few_descriptors(8),
+        CheckpointReader(open_directory(tmp_path / "a"), checkpoint) as one,
+        CheckpointReader(open_directory(tmp_path / "b"), checkpoint) as other,
+    ):
+        for n in range(40):
+            assert one.read(f"f{n}") == other.read(f"f{n}") == bytes([n])
+            assert write(tmp_path / "c", f"f{n}", [[bytes([n])]]).size == 1
 
 
 def test_the_directory_is_closed_with_the_reader(tmp_path: Path) -> None:
