@@ -61,9 +61,18 @@ def few_descriptors(count: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no thread start, as in a container that has as many as it may have."""
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
 def list_threads(prefix: str = "shardckpt") -> set[threading.Thread]:
     """Return the running threads of shardckpt: their names begin with its own."""
     return {thread for thread in threading.enumerate() if thread.name.startswith(prefix)}
 
 
-__all__ = ["Read", "few_descriptors", "list_open", "list_threads", "watch_reads"]
+__all__ = ["Read", "few_descriptors", "list_open", "list_threads", "refuse_threads", "watch_reads"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
@@ -14,6 +15,8 @@ from shardckpt.errors import list_causes
 
 if TYPE_CHECKING:
     from shardckpt.background.request import AsyncRequest
+
+logger = logging.getLogger(__name__)
 
 
 class AsyncCaller(ABC):
@@ -44,7 +47,12 @@ class TemporalAsyncCaller(AsyncCaller):
         future.set_running_or_notify_cancel()  # a cancelled Future would refuse the result that the thread sets
         # a thread inherits the flag, and the caller's may be a daemon
         thread = threading.Thread(target=_run, args=(request, future), name="shardckpt-background", daemon=False)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as exc:  # the process has as many as the system or its container lets it have
+            logger.warning("%s: this background save is written before save returns", exc)
+            _run(request, future)
+            return future
         self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
         return future
 

@@ -259,14 +259,23 @@ class GarbageCollector:
         self._failure = ""
 
     def submit(self, protected: Iterable[int] = ()) -> None:
-        """Start a collection in the thread, and return at once; ``protected`` is as for :func:`collect_garbage`."""
+        """Start a collection in the thread, and return at once; ``protected`` is as for :func:`collect_garbage`.
+
+        Where the system lets no more threads start, the calling thread collects before this returns.
+        """
         if self._closed:
             raise CheckpointingException(f"the garbage collector of {self._folder} is closed")
         self._queue.put(frozenset(protected))
         if self._thread is None:
             # A daemon: a program that does not call `close` ends all the same; the next run finishes the removals.
-            self._thread = threading.Thread(target=self._run, name="shardckpt-gc", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="shardckpt-gc", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the process has as many as the system or its container lets it have
+                self._queue.put(None)
+                self._run()
+            else:
+                self._thread = thread
 
     def wait(self) -> None:
         """Wait until all submitted collections are done; a warning says so if it takes longer than a few seconds."""
@@ -278,7 +287,8 @@ class GarbageCollector:
         )
         warning = threading.Timer(_PATIENCE, logger.warning, (text, self._folder))
         warning.daemon = True
-        warning.start()
+        with suppress(RuntimeError):  # no more threads can be started
+            warning.start()
         try:
             self._queue.join()
         finally:

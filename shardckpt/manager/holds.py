@@ -56,10 +56,10 @@ class Lease:
         self._holds.put(self._name, self._hold)
         try:
             self._check_kept()
+            self._thread.start()
         except BaseException:
             self._holds.drop(self._name)
             raise
-        self._thread.start()
 
     @property
     def is_held(self) -> bool:

@@ -223,8 +223,11 @@ def one_thread() -> Iterator[None]:
             # the number for all is 1, too, now: a call on a thread that ends at once restores it, and leaves this
             # thread's own
             restoring = threading.Thread(target=torch.set_num_threads, args=(number,), name="shardckpt-threads")
-            restoring.start()
-            restoring.join()
+            try:
+                restoring.start()
+                restoring.join()
+            except RuntimeError:  # no more threads can be started: so there is no pool, either
+                torch.set_num_threads(number)
     try:
         yield
     finally:

@@ -31,6 +31,7 @@ from tests.manager import folders
 from tests.manager.holds import NEWEST, collect_newest
 from tests.manager.training import Progress
 from tests.remote.store import FaultyFileSystem
+from tests.resources import refuse_threads
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -62,6 +63,15 @@ def test_the_newest_is_leased_by_default(tmp_path: Path) -> None:
     with lease_step(tmp_path) as lease:
         assert lease.step == 2
     assert folders.names_in(tmp_path) == {"step-1", "step-2", "step-3"}
+
+
+def test_a_lease_that_cannot_be_renewed_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no thread can be started to renew a lease, that is an error, and the step may go."""
+    folders.save_all(tmp_path, 1, 2)
+    refuse_threads(monkeypatch)
+    with pytest.raises(RuntimeError, match="thread"):
+        lease_step(tmp_path, 1)
+    assert find_holds(tmp_path) == {}
 
 
 @table(("left", "removed"), [(60.0, [2]), (-1.0, [1, 2])])

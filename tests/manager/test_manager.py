@@ -19,6 +19,7 @@ from tests import backends
 from tests.manager import jobs
 from tests.manager.folders import HOLDS, names_in, steps_of
 from tests.manager.training import Progress, Training
+from tests.resources import refuse_threads
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -200,6 +201,17 @@ def test_when_it_saves(tmp_path: Path) -> None:
         assert not manager.save(7, force=True)
     with Training(tmp_path / "first", interval=3, enable_first_step_checkpoint=True).manager as manager:
         assert [step for step in range(5) if manager.save(step)] == [1, 3]
+
+
+@table("mode", ["disabled", "async"])
+def test_no_more_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """Where no thread can be started, the calling one saves, removes old steps, and loads."""
+    refuse_threads(monkeypatch)
+    with Training(tmp_path, keep_latest_k=2, interval=1, async_mode=mode).manager as manager:
+        assert all(manager.save(step) for step in (1, 2, 3))
+        manager.wait()
+        assert manager.steps() == [2, 3]
+        assert manager.load()
 
 
 def test_continuous_checkpointing_never_waits(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shardckpt.tensors.torch_private import check_torch, one_thread
+from tests.resources import refuse_threads
 from tests.tables import table
 from tests.tensors.torch_private import OLDEST
 
@@ -34,6 +35,19 @@ def test_the_oldest_torch_and_newer_ones_are_not(version: str) -> None:
 def test_the_floor_is_the_one_that_pip_knows() -> None:
     """What is refused at import is what pip does not install beside this package."""
     assert re.search(r'"torch>=([\d.]+)"', PYPROJECT)[1] == OLDEST
+
+
+def test_one_thread_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's number of threads is the same after the block, though none could restore it for new ones."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    refuse_threads(monkeypatch)
+    try:
+        with one_thread():
+            pass
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_one_thread_leaves_other_threads_as_they_are() -> None:
