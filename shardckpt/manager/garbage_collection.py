@@ -54,15 +54,22 @@ def collect_garbage(
     protected: Collection[int] = (),
     *,
     links: bool = False,
+    clean: set[int] | None = None,
 ) -> list[int]:
     """Remove the steps that no policy keeps, and remains of killed saves and removals; return the removed steps.
 
     Without policies all are kept, and the folder's links are updated only if ``links`` is True. Steps in ``protected``
     are kept whatever the policies return. A policy that returns something other than steps is an error, and nothing is
     removed.
+
+    Without policies, the steps in ``clean`` are not searched for remains on a store, where each search is a request;
+    those without remains are added to it.
     """
     if not policies and not links:  # no checkpoint need be inspected, and there may be many
-        _remove_leftovers(folder)
+        clean = set() if clean is None else clean
+        steps = [step for step in folder.steps() if step not in clean] if takes_requests(folder.place) else []
+        left = _remove_leftovers(folder, steps)
+        clean.update(step for step in steps if folder.names.name(step) not in left)
         return []
     return remove_steps(folder, lambda checkpoints: steps_to_remove(policies, checkpoints, protected)).removed
 
@@ -255,6 +262,7 @@ class GarbageCollector:
         self._queue: queue.Queue[Collection[int] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._clean: set[int] = set()
         #: The error of the last collection; ``""`` if it went well.
         self._failure = ""
 
@@ -322,7 +330,7 @@ class GarbageCollector:
         A policy that exits would end the thread alone, without a word, and all ranks would wait for it.
         """
         try:
-            collect_garbage(self._folder, self._policies, protected, links=self._links)
+            collect_garbage(self._folder, self._policies, protected, links=self._links, clean=self._clean)
         except (Exception, SystemExit) as exc:
             text = f"{type(exc).__qualname__}: {exc}"
             if text != self._failure:  # a policy that raises does so after each save
@@ -362,22 +370,23 @@ def _clear_remains(folder: StepFolder, choice: Choice, judge: Judge, removed: Co
     return _remove_leftovers(folder, [step for step in choice.found if step not in choice.known])
 
 
-def _remove_leftovers(folder: StepFolder, steps: Collection[int] | None = None) -> set[str]:
+def _remove_leftovers(folder: StepFolder, steps: Iterable[int]) -> set[str]:
     """Remove tombstones, staging directories and objects of killed saves; leave those whose process may live.
 
-    Return the stems of the names of removed steps whose tombstones could not be deleted. On a store, ``steps`` limits
-    it to their places: the objects in the place of a step that was whole before are left to the next manager.
+    Return the stems of the names of removed steps whose tombstones could not be deleted; on a store, the names of steps
+    in whose places something was left. There only the places of ``steps`` are searched: objects in the place of a step
+    that was whole before are left to the next manager.
     """
     place = folder.place
     if not takes_requests(place):
         return _remove_local(folder, _find_local(folder))
-    names = [folder.names.name(step) for step in (folder.steps() if steps is None else steps)]
-    for result in clear_unfinished(place, names, folder.plugins, dry_run=False):
+    results = clear_unfinished(place, map(folder.names.name, steps), folder.plugins, dry_run=False)
+    for result in results:
         if result.error:
             _report_kept(place, StorageError(result.error), "removing leftovers", result.error)
         elif result.is_removed:
             logger.info("removed the objects at %s, which an interrupted save or removal had left", result.path)
-    return set()
+    return {result.path.name for result in results if not result.is_removed}
 
 
 def _find_local(folder: StepFolder) -> list[Leftover]:

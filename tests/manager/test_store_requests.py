@@ -81,6 +81,18 @@ def test_what_a_manager_knows_is_not_asked_again(sent: Counter[str]) -> None:
         assert sent == {"folders": 1, "files": 1, "tree": 1, "read_into": 40}
 
 
+def test_where_all_steps_stay_each_is_looked_at_once(sent: Counter[str]) -> None:
+    """Without retention, too, a save costs as many requests with 2 steps as with 20."""
+    costs = []
+    with _managing(keep=0) as manager:
+        for step in range(1, 21):
+            sent.clear()
+            assert manager.save(step)
+            manager.wait()
+            costs.append(sent.total())
+    assert set(costs[1:]) == {costs[1]}
+
+
 def test_steps_that_change_after_they_are_listed_are_looked_at_again(
     sent: Counter[str], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
