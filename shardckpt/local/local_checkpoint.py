@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
     from shardckpt.mapping.base import ShardedBase
 
+#: What :func:`save_local` stores beside the values.
+_CONTENT = frozenset(("common", "form", "shards", "homes"))
+
 _KINDS: dict[str, type[ShardedBase]] = {"tensor": ShardedTensor, "object": ShardedObject}
 
 
@@ -106,7 +109,7 @@ def check_part(state: object) -> None:
 def _load(directory: Path, options: LoadOptions) -> TensorAwareStateDict:
     with open_checkpoint(directory, Comm(alone=True), get_plugin_manager(), options) as checkpoint:
         content = checkpoint.common().get("local")
-        if not isinstance(content, dict):
+        if not isinstance(content, dict) or not content.keys() >= _CONTENT:  # a state may have such a key, too
             raise CheckpointingException(f"{directory} is not a local checkpoint: dist_checkpointing.load() reads it")
         shards = [_make_shard(description) for description in content["shards"]]
         wanted = {str(n): _make_global(n, s) for n, s in enumerate(shards) if content["shards"][n]["kept"]}

@@ -88,6 +88,9 @@ def test_what_is_no_local_checkpoint_is_refused(tmp_path: Path) -> None:
     dist_checkpointing.save({"w": ShardedTensor.from_rank_offsets("w", make_tensor(1))}, tmp_path / "whole")
     with pytest.raises(CheckpointingException, match="not a local checkpoint"):
         load_local(tmp_path / "whole")
+    dist_checkpointing.save({"local": {"step": 1}}, tmp_path / "other")  # a state that has a key of this name
+    with pytest.raises(CheckpointingException, match="not a local checkpoint"):
+        load_local(tmp_path / "other")
     part = _saved(tmp_path / "0")
     part.pop_tensors()
     with pytest.raises(CheckpointingException, match="the tensors are out"):
