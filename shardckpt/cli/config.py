@@ -202,6 +202,7 @@ def _describe_variable(variable: Variable) -> SettingFault:
 
 def _find_notes(given: dict[str, Any]) -> list[SettingFault]:
     """Return notes on settings that are right, but have no effect here."""
+    from shardckpt.engine.locations import find_local
     from shardckpt.huggingface.mapping_file import find_code
     from shardckpt.manager.config import CheckpointConfig
     from shardckpt.manager.faults import make_fault
@@ -218,8 +219,8 @@ def _find_notes(given: dict[str, Any]) -> list[SettingFault]:
                 notes[setting] = f"{name!r}: {near}A training without a state of that name fails at its start"
     if code := find_code(given.get("hf_mapping") or ""):
         notes["hf_mapping"] = f"{code} is code, and was not run: a training runs it at its start"
-    if given.get("links") and "://" in str(folder := given.get("folder", "")):
-        notes["links"] = f"{mask_password(str(folder))} is on a store, which has none"
+    if given.get("links") and find_local(config.folder) is None:
+        notes["links"] = f"{mask_password(config.folder)} is on a store, which has none"
     if given.get("enable_checkpoint") is False:
         notes["enable_checkpoint"] = "the manager saves and loads nothing"
     if given.get("on_busy") == "skip" and given.get("async_mode", "disabled") == "disabled":

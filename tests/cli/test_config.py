@@ -524,6 +524,9 @@ def test_check_looks_at_what_a_training_meets_later(
         f"{file}: a CheckpointConfig, 4 settings: all right, with 1 note",
         "links: memory://a is on a store, which has none",
     ]
+    file.write_text(json.dumps({"strategy": "torch_dist", "load_only": True, "links": True, "folder": "file:///a"}))
+    assert main(["config", "--check", str(file)]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{file}: a CheckpointConfig, 4 settings: all right"]
     monkeypatch.delenv("SHARDCKPT_ACCEPT")
     file.write_text(json.dumps({"enable_checkpoint": False, "on_busy": "skip"}))
     assert main(["config", "--check", str(file)]) == 0
