@@ -262,11 +262,11 @@ def _make_like(param: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def _replace_shape(context: Any, old: tuple[int, ...], new: tuple[int, ...]) -> Any:
-    """Return a wrapper's context with another shape in the place of its own."""
-
-    def replace(value: Any) -> Any:
-        return type(value)(new) if type(value) in (tuple, torch.Size) and tuple(value) == tuple(old) else value
-
+    """Return a wrapper's context with another shape in the place of its own, at any depth."""
+    if type(context) in (tuple, torch.Size) and tuple(context) == old:
+        return type(context)(new)
     if isinstance(context, dict):
-        return {key: replace(value) for key, value in context.items()}
-    return type(context)(map(replace, context)) if type(context) in (list, tuple) else context
+        return {key: _replace_shape(value, old, new) for key, value in context.items()}
+    if type(context) in (list, tuple):
+        return type(context)(_replace_shape(value, old, new) for value in context)
+    return context

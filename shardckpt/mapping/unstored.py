@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     import torch
+
+_T = TypeVar("_T")
 
 
 class LocalNonpersistentObject:
@@ -156,7 +158,7 @@ class OptionalEntries(dict[str, Any]):
             return
 
         def request_renamed(stored: StoredNames, entries: Mapping[str, Any]) -> dict[str, Any]:
-            before: dict[str, Any] = _change_keys(dict(entries), lambda key: renaming.undo(key) or key)
+            before = _change_keys(dict(entries), lambda key: renaming.undo(key) or key)
             return _change_keys(request(stored.undo(renaming), before), renaming.apply)
 
         self._request = request_renamed
@@ -179,7 +181,7 @@ class OptionalEntries(dict[str, Any]):
         return dict, (dict(self),)
 
 
-def _change_keys(values: Any, change: Callable[[str], str]) -> Any:
+def _change_keys(values: _T, change: Callable[[str], str]) -> _T:
     """Return nested entries with copies of their shards, which have other keys."""
     if isinstance(values, (dict, list)):
         changed = copy.copy(values)
@@ -188,9 +190,9 @@ def _change_keys(values: Any, change: Callable[[str], str]) -> Any:
         return changed
     if not isinstance(getattr(values, "key", None), str):
         return values
-    shard = copy.copy(values)
+    shard: Any = copy.copy(values)
     shard.key = change(shard.key)
-    return shard
+    return shard  # type: ignore[no-any-return]
 
 
 #: Megatron's name until 0.9.
