@@ -11,6 +11,7 @@ from shardckpt.chunks import Item, MergedPlan
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import HUB_INDEX
 from shardckpt.planning import make_bounds, make_column, sort_unique
+from shardckpt.storage import HeaderEntry
 from shardckpt.strategy import KeptItem, Removal
 from shardckpt_safetensors.contiguous import StoredFolder
 from shardckpt_safetensors.contiguous import encode_index as encode_folder_index
@@ -22,7 +23,7 @@ from shardckpt_safetensors.index_parts import MOST_ROWS, encode_part, find_align
 from shardckpt_safetensors.layout import FileItem, lay_out_file, piece_name
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from shardckpt.storage import CheckpointReader
     from shardckpt_safetensors.index import StoredIndex
@@ -52,7 +53,7 @@ def plan_removal(prefix: str, reader: CheckpointReader) -> Removal:
     heads: dict[str, bytes] = {}
     folder = StoredFolder(reader)
     entries = {
-        file: folder.select(file, *([(item.offset, to) for item, to in some.get(file, ())] for some in (kept, gone)))
+        file: folder.select(file, _list_entries(kept.get(file, ())), _list_entries(gone.get(file, ())))
         for file in folder.files
     }
     for file in sorted(gone.keys() & kept.keys()):
@@ -81,6 +82,10 @@ def plan_removal(prefix: str, reader: CheckpointReader) -> Removal:
 def _is_gone(owner: int | str, names: Mapping[int, list[str]], keys: Collection[str]) -> bool:
     """Return whether a tensor, by its number, or an object, by its name, is removed."""
     return owner in keys if isinstance(owner, str) else owner not in names
+
+
+def _list_entries(items: Iterable[tuple[Item, FileItem]]) -> list[tuple[int, HeaderEntry]]:
+    return [(item.offset, HeaderEntry(*placed[:4])) for item, placed in items]
 
 
 def _place_items(index: StoredIndex) -> list[tuple[int | str, Item, FileItem]]:

@@ -12,15 +12,12 @@ from shardckpt.storage import HeaderEntry, encode_header, parse_head, parse_json
 from shardckpt.tensors import PAGE
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Mapping
 
     from shardckpt.storage import CheckpointReader
-    from shardckpt_safetensors.layout import FileItem
 
 #: Where each tensor of a file begins, and its entry, ascending.
 Entries: TypeAlias = "list[tuple[int, HeaderEntry]]"
-#: Where a payload begins in its file, and how a header declares it.
-Placed: TypeAlias = "tuple[int, FileItem]"
 
 #: Most commas in the header of a file: enough for a million tensors.
 _MOST_COMMAS = 1 << 23
@@ -54,13 +51,13 @@ class StoredFolder:
         """The names of the files."""
         return self._entries.keys()
 
-    def select(self, file: str, kept: Iterable[Placed], gone: Iterable[Placed]) -> Entries:
-        """Return the entries of a file that stay, ascending, given the payloads that stay and those that are removed.
+    def select(self, file: str, kept: Entries, gone: Entries) -> Entries:
+        """Return the entries of a file that stay, ascending, given our own of those that stay and of those that go.
 
-        Several without bytes may be at one place, and equal: then the names of those removed say which stay.
+        Several without bytes may be at one place, and equal: then the names of those that go say which stay.
         """
-        places = {start if item.nbytes else (start, item.kind, item.shape) for start, item in kept}
-        removed = [(start, f".{item.name}") for start, item in gone if not item.nbytes]
+        places = {start if entry.nbytes else (start, entry.kind, entry.shape) for start, entry in kept}
+        removed = [(start, f".{entry.name}") for start, entry in gone if not entry.nbytes]
 
         def stays(start: int, entry: HeaderEntry) -> bool:
             if entry.nbytes:
