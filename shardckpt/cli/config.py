@@ -157,13 +157,14 @@ def _check_file(file: str, section: str) -> _Checked:
 
 
 def _note_shared_folders(checked: Sequence[_Checked]) -> None:
-    """Add a note to each file whose folder an earlier one has, too."""
+    """Add a note to each file of a job that saves to the folder of an earlier one's."""
     from shardckpt.engine.locations import find_local
     from shardckpt.manager.faults import make_fault
 
     owners: dict[Path | str, str] = {}
     for file, given, notes in checked:
-        if isinstance(folder := given.get("folder"), str):
+        saves = given.get("enable_checkpoint", True) and not given.get("load_only")
+        if saves and isinstance(folder := given.get("folder"), str):
             path = find_local(folder) or folder.rstrip("/")
             if (owner := owners.setdefault(path, file)) != file:
                 text = f"{owner} has it, too: two jobs in one folder replace, load and remove each other's steps"
