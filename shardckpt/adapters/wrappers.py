@@ -1,8 +1,8 @@
 """Tensors with others inside (quantized ones): taken apart for a save, and put together after a load.
 
-A plain one and the shards of a DTensor are stored in one way: tensors inside that have its axes as they are, others
-flattened, each rank's blocks at their place. So a load may have another number of ranks. Where its ranks would cut
-blocks, torchao quantizes nothing, and the values are loaded.
+A plain tensor and the shards of a DTensor are stored in the same way. An inner tensor with the axes of the outer one is
+stored as it is; any other is flattened, and each rank writes its blocks at their place. So a load may have another
+number of ranks. Where its shards would cut blocks, torchao quantizes nothing, and the dequantized values are loaded.
 """
 
 from __future__ import annotations

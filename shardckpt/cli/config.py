@@ -74,7 +74,7 @@ def run(options: Any) -> Output:
 
 
 def _look_further(variable: Variable) -> Variable:
-    """Return a variable with the faults of its target: plugins that are none, a file of stores."""
+    """Return a variable with the faults of what it names: plugins that do not load, a file of stores that is wrong."""
     from shardckpt import settings
     from shardckpt.integrations.s3_options import check_options
     from shardckpt.plugins.manager import get_plugin_manager, list_unknown_disabled

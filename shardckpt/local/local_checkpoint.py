@@ -131,7 +131,10 @@ def _describe(shard: ShardedBase) -> dict[str, Any]:
     # type(): a subclass may have fields that _make_shard does not restore
     kind = next((name for name, base in _KINDS.items() if type(shard) is base), None)
     if kind is None:
-        raise CheckpointingException(f"save_local: {shard.key!r} is a {type(shard).__name__}, not a shard")
+        raise CheckpointingException(
+            f"save_local: {shard.key!r} is a {type(shard).__name__}, which load_local could not make again: give a "
+            f"{' or '.join(base.__name__ for base in _KINDS.values())} itself"
+        )
     fields = {field.name: getattr(shard, field.name) for field in dataclasses.fields(_KINDS[kind])}  # type: ignore[arg-type]
     part, scales = fields.pop("flattened_range", None), fields.pop("block_scales", None)
     flat, scaled = part and (part.start, part.stop), scales and (*scales,)

@@ -59,7 +59,7 @@ def _list_inside(
         path = f"{folder}/{name}".lstrip("/")
         try:
             inner = list_names(path)
-        except StorageError:  # who looks at it says why
+        except StorageError:  # a caller that opens the folder gets this error again, and reports it
             yield path
             continue
         if is_marked([*inner.folders, *inner.files]):

@@ -92,7 +92,10 @@ def logger_stack(
         The names of this block and those around it, joined by dots, and the logger.
     """
     names, logger = _stack.get()
-    names, logger = (*names, *([name] if name else [])), current_logger or logger
+    if name:
+        names = (*names, name)
+    if current_logger:
+        logger = current_logger
     token = _stack.set((names, logger))
     try:
         yield ".".join(names), logger
