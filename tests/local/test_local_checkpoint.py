@@ -98,6 +98,18 @@ def test_what_is_no_local_checkpoint_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "1").exists()
 
 
+def test_a_derived_class_is_refused_for_what_it_is(tmp_path: Path) -> None:
+    """A load would make the base in its place: the error says so, and what to give."""
+
+    class Mine(ShardedTensor):
+        """A shard with something more."""
+
+    shard = Mine(**vars(ShardedTensor.from_rank_offsets("w", make_tensor(1))))
+    part, _ = TensorAwareStateDict.from_state_dict({"w": shard})
+    with pytest.raises(CheckpointingException, match=r"'w' is a Mine.*give a ShardedTensor or ShardedObject itself"):
+        save_local(part, tmp_path / "0")
+
+
 def test_a_missing_shard_is_a_key_mismatch(tmp_path: Path) -> None:
     """A local checkpoint that lacks an object or tensor that is wanted says which, and fills nothing."""
     _saved(tmp_path / "0")
