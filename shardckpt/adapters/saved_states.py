@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 
 
 class _Columns(NamedTuple):
-    """The inputs of the keys of tensors' states, and whether they are stored by these alone.
+    """What determines the keys of states' tensors, and whether a state needs a form besides.
 
-    ``layouts`` has the layout of each parameter that is a DTensor, ``names`` the names of its values.
+    Attributes:
+        params: The names of the parameters.
+        layouts: The layout of each parameter that is a DTensor, else None.
+        names: The names of each parameter's values.
     """
 
     params: list[str]

@@ -1,8 +1,8 @@
 """Tensors with others inside (quantized ones): taken apart for a save, and put together after a load.
 
-A plain one and the shards of a DTensor are stored in one way: tensors inside that have its axes as they are, others
-flattened, each rank's blocks at their place. So a load may have another number of ranks. Where its ranks would cut
-blocks, torchao quantizes nothing, and the values are loaded.
+A plain tensor and the shards of a DTensor are stored in the same way. An inner tensor with the axes of the outer one is
+stored as it is; any other is flattened, and each rank writes its blocks at their place. So a load may have another
+number of ranks. Where its shards would cut blocks, torchao quantizes nothing, and the dequantized values are loaded.
 """
 
 from __future__ import annotations
@@ -262,11 +262,11 @@ def _make_like(param: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def _replace_shape(context: Any, old: tuple[int, ...], new: tuple[int, ...]) -> Any:
-    """Return a wrapper's context with another shape in the place of its own."""
-
-    def replace(value: Any) -> Any:
-        return type(value)(new) if type(value) in (tuple, torch.Size) and tuple(value) == tuple(old) else value
-
+    """Return a wrapper's context with another shape in the place of its own, at any depth."""
+    if type(context) in (tuple, torch.Size) and tuple(context) == old:
+        return type(context)(new)
     if isinstance(context, dict):
-        return {key: replace(value) for key, value in context.items()}
-    return type(context)(map(replace, context)) if type(context) in (list, tuple) else context
+        return {key: _replace_shape(value, old, new) for key, value in context.items()}
+    if type(context) in (list, tuple):
+        return type(context)(_replace_shape(value, old, new) for value in context)
+    return context

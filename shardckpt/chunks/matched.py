@@ -129,7 +129,8 @@ class MatchedShards:
         if not bool(covered.all()):
             self.uncovered = list(compress(shards, (~covered).tolist()))
             shards = list(compress(shards, covered.tolist()))
-            kept, places = covered[found.wanted], covered.cumsum(0) - 1  # the boxes that stay are numbered anew
+            kept = covered[found.wanted]
+            places = covered.cumsum(0) - 1  # the new number of each box that stays
             found = Overlaps(places[found.wanted[kept]], found.stored[kept], found.offset[kept], found.extent[kept])
             requested = requested.rows(covered)
         self._shards = shards

@@ -74,7 +74,7 @@ def run(options: Any) -> Output:
 
 
 def _look_further(variable: Variable) -> Variable:
-    """Return a variable with the faults of its target: plugins that are none, a file of stores."""
+    """Return a variable with the faults of what it names: plugins that do not load, a file of stores that is wrong."""
     from shardckpt import settings
     from shardckpt.integrations.s3_options import check_options
     from shardckpt.plugins.manager import get_plugin_manager, list_unknown_disabled
@@ -157,13 +157,14 @@ def _check_file(file: str, section: str) -> _Checked:
 
 
 def _note_shared_folders(checked: Sequence[_Checked]) -> None:
-    """Add a note to each file whose folder an earlier one has, too."""
+    """Add a note to each file of a job that saves to the folder of an earlier one's."""
     from shardckpt.engine.locations import find_local
     from shardckpt.manager.faults import make_fault
 
     owners: dict[Path | str, str] = {}
     for file, given, notes in checked:
-        if isinstance(folder := given.get("folder"), str):
+        saves = given.get("enable_checkpoint", True) and not given.get("load_only")
+        if saves and isinstance(folder := given.get("folder"), str):
             path = find_local(folder) or folder.rstrip("/")
             if (owner := owners.setdefault(path, file)) != file:
                 text = f"{owner} has it, too: two jobs in one folder replace, load and remove each other's steps"
@@ -202,6 +203,7 @@ def _describe_variable(variable: Variable) -> SettingFault:
 
 def _find_notes(given: dict[str, Any]) -> list[SettingFault]:
     """Return notes on settings that are right, but have no effect here."""
+    from shardckpt.engine.locations import find_local
     from shardckpt.huggingface.mapping_file import find_code
     from shardckpt.manager.config import CheckpointConfig
     from shardckpt.manager.faults import make_fault
@@ -218,8 +220,8 @@ def _find_notes(given: dict[str, Any]) -> list[SettingFault]:
                 notes[setting] = f"{name!r}: {near}A training without a state of that name fails at its start"
     if code := find_code(given.get("hf_mapping") or ""):
         notes["hf_mapping"] = f"{code} is code, and was not run: a training runs it at its start"
-    if given.get("links") and "://" in str(folder := given.get("folder", "")):
-        notes["links"] = f"{mask_password(str(folder))} is on a store, which has none"
+    if given.get("links") and find_local(config.folder) is None:
+        notes["links"] = f"{mask_password(config.folder)} is on a store, which has none"
     if given.get("enable_checkpoint") is False:
         notes["enable_checkpoint"] = "the manager saves and loads nothing"
     if given.get("on_busy") == "skip" and given.get("async_mode", "disabled") == "disabled":

@@ -303,7 +303,7 @@ def _find_phase(kind: str, error: BaseException) -> str:
 def _has_mark(error: BaseException, name: str) -> bool:
     """Return whether an error, or one that it was raised from, has a mark.
 
-    Not one that was being handled: who loads an older step after a failure has two failures.
+    Errors that were only being handled do not count: a load of an older step after a failed one may fail by itself.
     """
     return any(vars(found).get(name) for found in list_causes(error))
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #: Options of torchtitan that are not passed on by their names.
 _NOT_PASSED = (
     "enable",  # passed as enable_checkpoint
-    "initial_load_in_hf_quantized",  # needless: a load recognizes quantized weights by their scales
+    "initial_load_in_hf_quantized",  # has no effect: a load recognizes quantized weights by their scales
 )
 
 

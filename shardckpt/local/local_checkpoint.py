@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
     from shardckpt.mapping.base import ShardedBase
 
+#: What :func:`save_local` stores beside the values.
+_CONTENT = frozenset(("common", "form", "shards", "homes"))
+
 _KINDS: dict[str, type[ShardedBase]] = {"tensor": ShardedTensor, "object": ShardedObject}
 
 
@@ -106,7 +109,7 @@ def check_part(state: object) -> None:
 def _load(directory: Path, options: LoadOptions) -> TensorAwareStateDict:
     with open_checkpoint(directory, Comm(alone=True), get_plugin_manager(), options) as checkpoint:
         content = checkpoint.common().get("local")
-        if not isinstance(content, dict):
+        if not isinstance(content, dict) or not content.keys() >= _CONTENT:  # a state may have such a key, too
             raise CheckpointingException(f"{directory} is not a local checkpoint: dist_checkpointing.load() reads it")
         shards = [_make_shard(description) for description in content["shards"]]
         wanted = {str(n): _make_global(n, s) for n, s in enumerate(shards) if content["shards"][n]["kept"]}
@@ -128,7 +131,10 @@ def _describe(shard: ShardedBase) -> dict[str, Any]:
     # type(): a subclass may have fields that _make_shard does not restore
     kind = next((name for name, base in _KINDS.items() if type(shard) is base), None)
     if kind is None:
-        raise CheckpointingException(f"save_local: {shard.key!r} is a {type(shard).__name__}, not a shard")
+        raise CheckpointingException(
+            f"save_local: {shard.key!r} is a {type(shard).__name__}, which load_local could not make again: give a "
+            f"{' or '.join(base.__name__ for base in _KINDS.values())} itself"
+        )
     fields = {field.name: getattr(shard, field.name) for field in dataclasses.fields(_KINDS[kind])}  # type: ignore[arg-type]
     part, scales = fields.pop("flattened_range", None), fields.pop("block_scales", None)
     flat, scaled = part and (part.start, part.stop), scales and (*scales,)

@@ -59,7 +59,7 @@ def _list_inside(
         path = f"{folder}/{name}".lstrip("/")
         try:
             inner = list_names(path)
-        except StorageError:  # who looks at it says why
+        except StorageError:  # a caller that opens the folder gets this error again, and reports it
             yield path
             continue
         if is_marked([*inner.folders, *inner.files]):
@@ -79,12 +79,21 @@ def is_marked(names: Iterable[str]) -> bool:
     ``config.json``: each of these files may then be a checkpoint of its own.
     """
     names = [*names]
-    marks = {name for name in names if name in _MARKS or _PARTS.fullmatch(name)}
+    marks = {name for name in names if _is_mark(name)}
     if not marks:
         return lacks_weights(names) or bool(find_trainer_parts(names))
     if len(marks) > 1 or not marks <= {HUB_WEIGHTS, _BIN} or HUB_CONFIG in names:
         return True
     return not any(name.endswith(FILE_SUFFIXES) and not is_of_training(name) for name in {*names} - marks)
+
+
+def _is_mark(name: str) -> bool:
+    return name in _MARKS or bool(_PARTS.fullmatch(name))
+
+
+def _says_something(name: str) -> bool:
+    """Return whether the name of a file is a reason to list it, or its folder."""
+    return name.endswith(FILE_SUFFIXES) or _is_mark(name)
 
 
 def is_visible_in(path: str, top: str) -> bool:
@@ -96,8 +105,8 @@ def is_visible_in(path: str, top: str) -> bool:
 def list_local_names(place: Path, top: str = "") -> Callable[[str], Names]:
     """Return the listing of the folders in a directory of this machine; links are followed directly in it alone.
 
-    A link to a sibling, such as ``latest``, or to an entry of ``top``, is left out: the target is listed by its own
-    name. A hidden one is not, so that a link to it counts.
+    A link to a sibling, such as ``latest``, or into ``top``, is left out: the target is listed by its own name. One
+    that is hidden is not, nor a file whose name says nothing, as in the cache of the Hub: a link to it counts.
     """
     place = real_path(place)
 
@@ -109,7 +118,8 @@ def list_local_names(place: Path, top: str = "") -> Callable[[str], Names]:
                     if entry.is_symlink():
                         real = os.path.realpath(entry.path)
                         is_sibling = os.path.dirname(real) == own and is_visible_in(real, own)  # noqa: PTH120 - a text
-                        if is_sibling or (top and is_visible_in(real, top)):
+                        is_near = is_sibling or (top and is_visible_in(real, top))
+                        if is_near and (entry.is_dir() or _says_something(os.path.basename(real))):  # noqa: PTH119
                             continue
                     if entry.is_dir(follow_symlinks=not folder):
                         names.folders.append(entry.name)

@@ -82,7 +82,7 @@ class DeferredBoxes:
     Args:
         stored: The source.
         boxes: The boxes.
-        most: Most bytes of small boxes that are read together.
+        most: The most bytes of a box; the small boxes that are read together have no more.
         scales: The block scales of each tensor, by its name.
 
     Attributes:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+import copy
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     import torch
+
+_T = TypeVar("_T")
 
 
 class LocalNonpersistentObject:
@@ -51,6 +54,16 @@ class StoredNames(NamedTuple):
         """Return the names of an empty checkpoint."""
         return cls({}, ())
 
+    def undo(self, renaming: KeyRenaming) -> StoredNames:
+        """Return the entries by their keys before a renaming, without those that have none."""
+        common = None if self.in_common is None else _RenamedCommonNames(self.in_common, renaming)
+        return StoredNames(
+            {old: self.tensors[key] for old, key in renaming.undo_all(self.tensors).items()},
+            dict.fromkeys(sorted(renaming.undo_all(self.objects))),
+            renaming.undo_all(self.resized),
+            common,
+        )
+
     def has(self, key: str) -> bool:
         """Return whether a tensor or an object is stored under a key, or can be built of the common state."""
         return key in self.tensors or key in self.objects or (self.in_common is not None and self.in_common.has(key))
@@ -60,6 +73,42 @@ class StoredNames(NamedTuple):
         stored = [each for each in (*self.tensors, *self.objects) if each.startswith(f"{key}.")]
         others = self.in_common.list_below(key) if in_common and self.in_common is not None else []
         return [*stored, *(each for each in others if each not in self.objects)]
+
+
+class KeyRenaming(NamedTuple):
+    """A change of keys: of the given prefixes the first that a key begins with is replaced.
+
+    Attributes:
+        prefixes: Old and new prefixes.
+    """
+
+    prefixes: Collection[tuple[str, str]]
+
+    def apply(self, key: str) -> str:
+        """Return the new key."""
+        return next((new + key[len(old) :] for old, new in self.prefixes if key.startswith(old)), key)
+
+    def undo(self, key: str) -> str | None:
+        """Return the key whose new key this is; None if there is none."""
+        possible = (old + key[len(new) :] for old, new in self.prefixes if key.startswith(new))
+        return next((each for each in (*possible, key) if self.apply(each) == key), None)
+
+    def undo_all(self, keys: Collection[str]) -> dict[str, str]:
+        """Return the keys that have an old key, by that."""
+        return {old: key for key in keys if (old := self.undo(key)) is not None}
+
+
+class _RenamedCommonNames(NamedTuple):
+    """The values of the common state, by the keys before a renaming."""
+
+    names: CommonNames
+    renaming: KeyRenaming
+
+    def has(self, key: str) -> bool:
+        return self.names.has(self.renaming.apply(key))
+
+    def list_below(self, key: str) -> list[str]:
+        return [*self.renaming.undo_all(self.names.list_below(self.renaming.apply(f"{key}.")[:-1]))]
 
 
 class OptionalEntries(dict[str, Any]):
@@ -102,6 +151,18 @@ class OptionalEntries(dict[str, Any]):
         found = {name: entry for name, entry in self._request(stored, self).items() if name not in removed}
         return found | changed
 
+    def rename(self, renaming: KeyRenaming) -> None:
+        """Ask for the entries under other keys from now on; the shards of the entries have these already."""
+        request, self.prefix = self._request, renaming.apply(self.prefix)
+        if request is None:
+            return
+
+        def request_renamed(stored: StoredNames, entries: Mapping[str, Any]) -> dict[str, Any]:
+            before = _change_keys(dict(entries), lambda key: renaming.undo(key) or key)
+            return _change_keys(request(stored.undo(renaming), before), renaming.apply)
+
+        self._request = request_renamed
+
     def without(self, names: Collection[str]) -> OptionalEntries:
         """Return these entries without some, which a load then does not ask for."""
         rest = {name: entry for name, entry in self.items() if name not in names}
@@ -118,6 +179,20 @@ class OptionalEntries(dict[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
+
+
+def _change_keys(values: _T, change: Callable[[str], str]) -> _T:
+    """Return nested entries with copies of their shards, which have other keys."""
+    if isinstance(values, (dict, list)):
+        changed = copy.copy(values)
+        for name, each in values.items() if isinstance(values, dict) else enumerate(values):
+            changed[name] = _change_keys(each, change)
+        return changed
+    if not isinstance(getattr(values, "key", None), str):
+        return values
+    shard: Any = copy.copy(values)
+    shard.key = change(shard.key)
+    return shard  # type: ignore[no-any-return]
 
 
 #: Megatron's name until 0.9.

@@ -19,7 +19,7 @@ _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
 #: Offset in struct statx of two numbers: the alignments of memory and of file offsets, since Linux 6.1.
 _STATX_ALIGNMENTS = 152
-#: f_type of ext2 to ext4, XFS, F2FS, Lustre; used where an old kernel, or the file system, tells no alignments.
+#: f_type of ext2 to ext4, XFS, F2FS, Lustre: page alignment is right for these where statx reports no alignments.
 _DIRECT_TYPES = {0xEF53, 0x58465342, 0xF2F52010, 0x0BD00BD0}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -12,8 +13,6 @@ from shardckpt.tensors import tensor_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
-
-from collections.abc import Sequence
 
 _T = TypeVar("_T")
 

@@ -11,8 +11,10 @@ from shardckpt.chunks import Item, MergedPlan
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import HUB_INDEX
 from shardckpt.planning import make_bounds, make_column, sort_unique
+from shardckpt.storage import HeaderEntry
 from shardckpt.strategy import KeptItem, Removal
 from shardckpt_safetensors.contiguous import StoredFolder
+from shardckpt_safetensors.contiguous import encode_index as encode_folder_index
 from shardckpt_safetensors.dtypes import declare
 from shardckpt_safetensors.encoded_index import encode_index
 from shardckpt_safetensors.index import read_index
@@ -21,7 +23,7 @@ from shardckpt_safetensors.index_parts import MOST_ROWS, encode_part, find_align
 from shardckpt_safetensors.layout import FileItem, lay_out_file, piece_name
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from shardckpt.storage import CheckpointReader
     from shardckpt_safetensors.index import StoredIndex
@@ -42,22 +44,25 @@ def plan_removal(prefix: str, reader: CheckpointReader) -> Removal:
         if name not in keys:
             names.setdefault(number, []).append(name)
     places = _place_items(index)
-    gone = {item.file for owner, item, _ in places if _is_gone(owner, names, keys)}
+    gone: dict[str, list[tuple[Item, FileItem]]] = {}
     kept: dict[str, list[tuple[Item, FileItem]]] = {}
     for owner, item, placed in places:
-        if not _is_gone(owner, names, keys):
-            kept.setdefault(item.file, []).append((item, placed))
-    dropped = frozenset(gone - kept.keys())
+        (gone if _is_gone(owner, names, keys) else kept).setdefault(item.file, []).append((item, placed))
+    dropped = frozenset(gone.keys() - kept.keys())
     rewritten: dict[str, list[KeptItem]] = {}
     heads: dict[str, bytes] = {}
     folder = StoredFolder(reader)
-    # of files that other tools open, empty tensors are left out: nothing says which of several at one place it is
-    places_of = {file: [item.offset for item, _ in kept.get(file, ()) if item.length] for file in folder.files}
-    for file in sorted(gone & kept.keys()):
+    entries = {
+        file: folder.select(file, _list_entries(kept.get(file, ())), _list_entries(gone.get(file, ())))
+        for file in folder.files
+    }
+    for file in sorted(gone.keys() & kept.keys()):
         stays = kept[file]
         if file in folder.files:
-            stays = [pair for pair in stays if pair[0].length]
-            heads[file], starts = folder.lay_out(file, places_of[file])
+            heads[file], places_of = folder.lay_out(file, entries[file])
+            # a removal before December 2026 left empty tensors in the index alone
+            stays = [pair for pair in stays if pair[0].length or pair[0].offset in places_of]
+            starts = [places_of[item.offset] for item, _ in stays]
         else:
             layout = lay_out_file([placed for _, placed in stays])
             heads[file], starts = layout.head, layout.starts
@@ -67,8 +72,8 @@ def plan_removal(prefix: str, reader: CheckpointReader) -> Removal:
         ]
     renewed = _encode_rest(index, names, keys, rewritten, heads)
     dropped |= frozenset(index.parts) - renewed.keys()
-    if any(places_of.values()):
-        renewed[HUB_INDEX] = folder.renew(places_of)
+    if any(entries.values()):
+        renewed[HUB_INDEX] = encode_folder_index(entries)
     elif folder.files:
         dropped |= {HUB_INDEX}
     return Removal(keys, renewed, dropped, rewritten, heads)
@@ -77,6 +82,10 @@ def plan_removal(prefix: str, reader: CheckpointReader) -> Removal:
 def _is_gone(owner: int | str, names: Mapping[int, list[str]], keys: Collection[str]) -> bool:
     """Return whether a tensor, by its number, or an object, by its name, is removed."""
     return owner in keys if isinstance(owner, str) else owner not in names
+
+
+def _list_entries(items: Iterable[tuple[Item, FileItem]]) -> list[tuple[int, HeaderEntry]]:
+    return [(item.offset, HeaderEntry(*placed[:4])) for item, placed in items]
 
 
 def _place_items(index: StoredIndex) -> list[tuple[int | str, Item, FileItem]]:

@@ -152,7 +152,8 @@ def _parse_tensor(name: str, groups: Sequence[dict[str, Any]], ranks: int) -> De
             placements = tuple(map(parse_placement, map(dict.copy, data["placements"])))
             holders = _parse_ints(mesh["mesh_data"])
             chunks = cut_by_mesh(shape, _parse_ints(mesh["mesh_shape"]), holders, placements)
-            copies = copies if any(placements) else holders
+            is_cut = any(way is not None for way in placements)
+            copies = copies if is_cut else holders
         elif packed["type"] == "default_tensor_v1":
             corners = (data["global_offsets"], data["local_offsets"], data["local_sizes"])
             boxes = [tuple(map(_parse_ints, corner)) for corner in zip(*corners, strict=True)]

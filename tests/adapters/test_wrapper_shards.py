@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -119,6 +120,56 @@ def test_where_blocks_would_be_cut_values_are_loaded(tmp_path: Path, ranks: Rank
     """Three ranks would cut blocks, and the optimizer quantizes nothing there: they get the values, and train on."""
     expected = ranks.run(2, _save, "AdamW8bit", str(tmp_path / "c"))[0]
     assert ranks.run(3, _resume_by_values, str(tmp_path / "c")) == [expected] * 3
+
+
+class _Half(torch.Tensor):
+    """A tensor that keeps its values as float16, and whose context is its shape."""
+
+    @staticmethod
+    def __new__(cls: Any, _: torch.Tensor, shape: torch.Size) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)  # type: ignore[attr-defined]
+
+    def __init__(self, codes: torch.Tensor, _: torch.Size) -> None:
+        self.codes = codes
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.Size]:
+        return ["codes"], self.shape
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], context: torch.Size, *_: Any) -> _Half:
+        return cls(inner["codes"], context)
+
+    def dequantize(self) -> torch.Tensor:  # type: ignore[override]
+        return self.codes.float().view(self.shape)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (torch.ops.aten.detach.default, torch.ops.aten.view.default):
+            raise NotImplementedError(func)
+        return cls(args[0].codes, args[0].shape)
+
+
+def _describe_half(path: str, *, saves: bool) -> list[Any]:
+    """Save, or load, a state of the class; return the values of this rank's rows."""
+    mesh, rows = init_device_mesh("cpu", (dist.get_world_size(),)), 8 // dist.get_world_size()
+    model = nn.Linear(4, 8, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    values = torch.arange(32.0).view(8, 4)[rows * mesh.get_rank() :][:rows]
+    if saves:
+        state = DTensor.from_local(_Half(values.half().view(-1), values.shape), mesh, [Shard(0)], run_check=False)
+        optimizer.state[model.weight]["momentum_buffer"] = state
+        dist_checkpointing.save(to_sharded_state_dict(model, optimizer), path)
+    else:
+        load_into(dist_checkpointing.load(to_sharded_state_dict(model, optimizer), path), model, optimizer)
+    found = optimizer.state[model.weight]["momentum_buffer"].to_local().dequantize()
+    return [found.equal(values), tuple(found.shape)]
+
+
+def test_a_context_may_be_the_shape(tmp_path: Path, ranks: Ranks) -> None:
+    """The shape in the context of a class is that of the rank's part, wherever in the context it is."""
+    assert ranks.run(2, partial(_describe_half, saves=True), str(tmp_path / "c")) == [[True, (4, 4)]] * 2
+    assert ranks.run(4, partial(_describe_half, saves=False), str(tmp_path / "c")) == [[True, (2, 4)]] * 4
 
 
 def _save_columns(path: str) -> bool:

@@ -524,6 +524,9 @@ def test_check_looks_at_what_a_training_meets_later(
         f"{file}: a CheckpointConfig, 4 settings: all right, with 1 note",
         "links: memory://a is on a store, which has none",
     ]
+    file.write_text(json.dumps({"strategy": "torch_dist", "load_only": True, "links": True, "folder": "file:///a"}))
+    assert main(["config", "--check", str(file)]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{file}: a CheckpointConfig, 4 settings: all right"]
     monkeypatch.delenv("SHARDCKPT_ACCEPT")
     file.write_text(json.dumps({"enable_checkpoint": False, "on_busy": "skip"}))
     assert main(["config", "--check", str(file)]) == 0
@@ -560,14 +563,20 @@ def test_check_looks_at_what_a_training_meets_later(
 def test_check_notes_what_two_files_share(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder that two jobs would save to is a note about the second; a variable in a path is one, too."""
+    """A folder that two jobs would save to is a note about the second; a variable in a path is one, too.
+
+    A job that only loads, as an evaluation, shares a folder rightly.
+    """
     monkeypatch.chdir(tmp_path)
     folders = {"a": "runs/x", "b": f"{tmp_path}/runs/../runs/x/", "c": "s3://b/${RUN}", "d": "s3://b/r"}
     for name, folder in folders.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({"folder": folder}))
-    assert main(["config", "--check", "a.json", "b.json", "c.json", "d.json"]) == 0
+    (tmp_path / "eval.json").write_text(json.dumps({"folder": "runs/x", "load_only": True}))
+    assert main(["config", "--check", "eval.json", "a.json", "eval.json", "b.json", "c.json", "d.json"]) == 0
     assert capsys.readouterr().out.splitlines() == [
+        "eval.json: a CheckpointConfig, 2 settings: all right",
         "a.json: a CheckpointConfig, 1 setting: all right",
+        "eval.json: a CheckpointConfig, 2 settings: all right",
         "b.json: a CheckpointConfig, 1 setting: all right, with 1 note",
         "folder: a.json has it, too: two jobs in one folder replace, load and remove each other's steps",
         "c.json: a CheckpointConfig, 1 setting: all right, with 1 note",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import fsspec
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from shardckpt import ShardedTensor, dist_checkpointing
 from shardckpt.cli import main
@@ -63,6 +64,22 @@ def test_a_link_to_a_hidden_folder_is_counted(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "runs" / "step-1").symlink_to(".step-1.v2")
     main(["ls", str(tmp_path)])
     assert "a folder of 1 checkpoint" in capsys.readouterr().out
+
+
+def test_the_cache_of_the_hub_is_listed(tmp_path: Path) -> None:
+    """A model in the Hub's cache is a folder of links to files whose names are digests: ``ls -r`` finds it."""
+    for name in ("a", "b"):
+        blobs, snapshot = (tmp_path / f"models--org--{name}" / each for each in ("blobs", "snapshots/1f"))
+        for folder in (blobs, snapshot):
+            folder.mkdir(parents=True)
+        save_file({"w": torch.ones(2)}, blobs / "5e")
+        (blobs / "c0").write_text("{}")
+        for file, digest in (("model.safetensors", "5e"), ("config.json", "c0")):
+            (snapshot / file).symlink_to(f"../../blobs/{digest}")
+    found = list_checkpoints(tmp_path, recursive=True)
+    assert [(each.name, each.state) for each in found] == [
+        (f"models--org--{name}/snapshots/1f", "whole") for name in ("a", "b")
+    ]
 
 
 def test_links_are_not_counted_from_above(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,11 +88,26 @@ def test_what_is_no_local_checkpoint_is_refused(tmp_path: Path) -> None:
     dist_checkpointing.save({"w": ShardedTensor.from_rank_offsets("w", make_tensor(1))}, tmp_path / "whole")
     with pytest.raises(CheckpointingException, match="not a local checkpoint"):
         load_local(tmp_path / "whole")
+    dist_checkpointing.save({"local": {"step": 1}}, tmp_path / "other")  # a state that has a key of this name
+    with pytest.raises(CheckpointingException, match="not a local checkpoint"):
+        load_local(tmp_path / "other")
     part = _saved(tmp_path / "0")
     part.pop_tensors()
     with pytest.raises(CheckpointingException, match="the tensors are out"):
         save_local(part, tmp_path / "1")
     assert not (tmp_path / "1").exists()
+
+
+def test_a_derived_class_is_refused_for_what_it_is(tmp_path: Path) -> None:
+    """A load would make the base in its place: the error says so, and what to give."""
+
+    class Mine(ShardedTensor):
+        """A shard with something more."""
+
+    shard = Mine(**vars(ShardedTensor.from_rank_offsets("w", make_tensor(1))))
+    part, _ = TensorAwareStateDict.from_state_dict({"w": shard})
+    with pytest.raises(CheckpointingException, match=r"'w' is a Mine.*give a ShardedTensor or ShardedObject itself"):
+        save_local(part, tmp_path / "0")
 
 
 def test_a_missing_shard_is_a_key_mismatch(tmp_path: Path) -> None:

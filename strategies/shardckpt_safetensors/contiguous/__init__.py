@@ -2,7 +2,7 @@
 
 from shardckpt_safetensors.contiguous.options import ContiguousOptions, Layout, choose_assets, parse_patterns
 from shardckpt_safetensors.contiguous.plan import ContiguousPlan, plan_contiguous
-from shardckpt_safetensors.contiguous.stored import StoredFolder
+from shardckpt_safetensors.contiguous.stored import StoredFolder, encode_index
 from shardckpt_safetensors.contiguous.work import ContiguousWork
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Layout",
     "StoredFolder",
     "choose_assets",
+    "encode_index",
     "parse_patterns",
     "plan_contiguous",
 ]

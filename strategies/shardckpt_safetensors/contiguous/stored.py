@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.huggingface import encode_weights_index
@@ -12,23 +12,23 @@ from shardckpt.storage import HeaderEntry, encode_header, parse_head, parse_json
 from shardckpt.tensors import PAGE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping
 
     from shardckpt.storage import CheckpointReader
+
+#: Where each tensor of a file begins, and its entry, ascending.
+Entries: TypeAlias = "list[tuple[int, HeaderEntry]]"
 
 #: Most commas in the header of a file: enough for a million tensors.
 _MOST_COMMAS = 1 << 23
 
 
 class StoredFolder:
-    """The content of the files with contiguous tensors, under the names that other tools know.
-
-    ``files`` has, for each of the files, the entry that begins at each offset.
-    """
+    """The content of the files with contiguous tensors, under the names that other tools know."""
 
     def __init__(self, reader: CheckpointReader) -> None:
         record = reader.manifest.record
-        self.files: dict[str, dict[int, HeaderEntry]] = {}
+        self._entries: dict[str, Entries] = {}
         self._metadata: dict[str, dict[str, str]] = {}
         if record is None or HUB_INDEX not in {file.name for file in record.files}:
             return
@@ -40,22 +40,44 @@ class StoredFolder:
         for name in names:
             source, size = f"{reader.directory / name}", reader.size(name)
             self._metadata[name], entries = parse_head(read_header(reader, name), size, source, _MOST_COMMAS)
-            self.files[name] = {
-                entry.start: HeaderEntry(key, entry.kind, entry.shape, entry.stop - entry.start)
-                for key, entry in entries.items()
-                if entry.start < entry.stop
-            }
+            # one without bytes is before the one that begins at its place
+            self._entries[name] = [
+                (entry.start, HeaderEntry(key, entry.kind, entry.shape, entry.stop - entry.start))
+                for key, entry in sorted(entries.items(), key=lambda pair: (pair[1].start, pair[1].stop))
+            ]
 
-    def lay_out(self, name: str, kept: Sequence[int]) -> tuple[bytes, list[int]]:
-        """Return the head of a file with fewer tensors, and where each begins then, in bytes: nothing is padded.
+    @property
+    def files(self) -> Collection[str]:
+        """The names of the files."""
+        return self._entries.keys()
 
-        ``kept`` says where the payloads that stay begin now, ascending.
+    def select(self, file: str, kept: Entries, gone: Entries) -> Entries:
+        """Return the entries of a file that stay, ascending, given our own of those that stay and of those that go.
+
+        Several without bytes may be at one place, and equal: then the names of those that go say which stay.
         """
-        entries = [self.files[name][start] for start in kept]
-        head = encode_header(entries, self._metadata[name], align=PAGE)
-        return head, list(accumulate((entry.nbytes for entry in entries), initial=len(head)))[:-1]
+        places = {start if entry.nbytes else (start, entry.kind, entry.shape) for start, entry in kept}
+        removed = [(start, f".{entry.name}") for start, entry in gone if not entry.nbytes]
 
-    def renew(self, kept: Mapping[str, Sequence[int]]) -> bytes:
-        """Return the folder's index of the kept payloads; ``kept`` has their new starts, by file."""
-        found = [(name, self.files[name][start]) for name in self.files for start in kept.get(name, ())]
-        return encode_weights_index({entry.name: name for name, entry in found}, sum(e.nbytes for _, e in found))
+        def stays(start: int, entry: HeaderEntry) -> bool:
+            if entry.nbytes:
+                return start in places
+            is_named = any(start == at and name.endswith(f".{entry.name}") for at, name in removed)
+            return not is_named and (start, entry.kind, entry.shape) in places
+
+        return [pair for pair in self._entries[file] if stays(*pair)]
+
+    def lay_out(self, file: str, kept: Entries) -> tuple[bytes, dict[int, int]]:
+        """Return the head of a file with fewer tensors, and where those begin then, by where they begin now.
+
+        Nothing is padded.
+        """
+        head = encode_header([entry for _, entry in kept], self._metadata[file], align=PAGE)
+        ends = accumulate((entry.nbytes for _, entry in kept), initial=len(head))
+        return head, {start: new for (start, _), new in zip(kept, ends, strict=False)}
+
+
+def encode_index(kept: Mapping[str, Entries]) -> bytes:
+    """Return the index of a folder of the kept entries of each file."""
+    found = [(file, entry) for file, entries in kept.items() for _, entry in entries]
+    return encode_weights_index({entry.name: file for file, entry in found}, sum(e.nbytes for _, e in found))

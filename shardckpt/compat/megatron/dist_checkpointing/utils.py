@@ -12,7 +12,7 @@ from shardckpt.compat.megatron.refusals import make_refusing_getattr
 from shardckpt.mapping.base import ShardedBase, ShardedStateDict, StateDict
 from shardckpt.mapping.factory import ShardedTensorFactory
 from shardckpt.mapping.sharded_tensor import ShardedTensor
-from shardckpt.mapping.unstored import LocalNonpersistentObject
+from shardckpt.mapping.unstored import KeyRenaming, LocalNonpersistentObject, OptionalEntries
 from shardckpt.planning.shard_copies import shard_id
 from shardckpt.quantized import is_native_factory
 from shardckpt.state_dict import (
@@ -92,7 +92,10 @@ def logger_stack(
         The names of this block and those around it, joined by dots, and the logger.
     """
     names, logger = _stack.get()
-    names, logger = (*names, *([name] if name else [])), current_logger or logger
+    if name:
+        names = (*names, name)
+    if current_logger:
+        logger = current_logger
     token = _stack.set((names, logger))
     try:
         yield ".".join(names), logger
@@ -144,8 +147,7 @@ def extract_sharded_tensors_or_nonpersistent(
 
 def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:
     """Prepend ``prefix`` to the key of every sharded leaf, in place."""
-    for leaf in _sharded_leaves(sharded_state_dict):
-        leaf.key = f"{prefix}{leaf.key}"
+    _rename(sharded_state_dict, {"": prefix})
 
 
 def replace_prefix_for_sharding(sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str) -> None:
@@ -154,26 +156,37 @@ def replace_prefix_for_sharding(sharded_state_dict: ShardedStateDict, old_prefix
     Raises:
         ValueError: a key does not begin with ``old_prefix``; nothing is changed then.
     """
-    leaves = _sharded_leaves(sharded_state_dict)
-    # all are checked before one is changed
-    for leaf in leaves:
+    for leaf in _sharded_leaves(sharded_state_dict):
         if not leaf.key.startswith(old_prefix):
             raise ValueError(f"cannot replace prefix {old_prefix!r} by {new_prefix!r}: key {leaf.key!r} lacks it")
-    for leaf in leaves:
-        leaf.key = new_prefix + leaf.key[len(old_prefix) :]
+    _rename(sharded_state_dict, {old_prefix: new_prefix})
 
 
 def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: Mapping[str, str]) -> None:
     """Replace, in place, the first of the given prefixes that a sharded leaf's key begins with."""
+    _rename(sharded_state_dict, prefix_map)
+
+
+def _rename(sharded_state_dict: ShardedStateDict, prefixes: Mapping[str, str]) -> None:
+    renaming = KeyRenaming([*prefixes.items()])
     for leaf in _sharded_leaves(sharded_state_dict):
-        old = next((prefix for prefix in prefix_map if leaf.key.startswith(prefix)), None)
-        if old is not None:
-            leaf.key = prefix_map[old] + leaf.key[len(old) :]
+        leaf.key = renaming.apply(leaf.key)
+    # a load asks for the state of an optimizer that has none yet, and so has no leaves
+    for entries in _optional_entries(sharded_state_dict):
+        entries.rename(renaming)
 
 
 def _sharded_leaves(sharded_state_dict: ShardedStateDict) -> list[ShardedBase]:
     leaves = (leaf for leaf in nested_values(sharded_state_dict) if isinstance(leaf, ShardedBase))
     return [*{id(leaf): leaf for leaf in leaves}.values()]  # one that is there twice is renamed once
+
+
+def _optional_entries(values: Any) -> Iterator[OptionalEntries]:
+    if isinstance(values, OptionalEntries):
+        yield values
+    elif isinstance(values, (dict, list)):
+        for each in values.values() if isinstance(values, dict) else values:
+            yield from _optional_entries(each)
 
 
 REFUSED = {
