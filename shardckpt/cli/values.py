@@ -39,14 +39,14 @@ def read_values(checkpoint: StoredCheckpoint, key: str, index: tuple[Any, ...]) 
     """
     from shardckpt.engine.display import show_progress
     from shardckpt.engine.progress import Progress
-    from shardckpt.maintenance.statistics import compute_statistics, find_nbytes
+    from shardckpt.maintenance.statistics import compute_statistics
     from shardckpt.plugins.manager import get_plugin_manager
 
     if key not in checkpoint:
         raise KeyMismatchError(f"no tensor has the key {key!r} {name_known(key, checkpoint, 'keys')}")
     stored = checkpoint[key]
     with show_progress("inspect"):
-        progress = Progress("inspect", "", find_nbytes(stored), get_plugin_manager())
+        progress = Progress("inspect", "", stored.nbytes, get_plugin_manager())
         statistics = compute_statistics(stored, index, progress.add)
         progress.end()  # of a region, which is not all of the tensor
     shape = "x".join(map(str, stored.shape)) or "()"
@@ -91,15 +91,15 @@ def describe_statistics(statistics: Statistics) -> list[str]:
 
 
 def list_statistics(checkpoint: StoredCheckpoint, keys: Sequence[str]) -> list[Statistics | None]:
-    """Return the statistics of tensors, read block by block; None of one whose dtype torch does not compute with."""
+    """Return the statistics of tensors, in order; None of one whose dtype torch does not compute with."""
     from shardckpt.engine.display import show_progress
     from shardckpt.engine.progress import Progress
-    from shardckpt.maintenance.statistics import compute_each, find_nbytes, is_numeric
+    from shardckpt.maintenance.statistics import compute_each, is_numeric
     from shardckpt.plugins.manager import get_plugin_manager
 
     numeric = [checkpoint[key] for key in keys if is_numeric(checkpoint[key].dtype)]
     with show_progress("inspect"):
-        progress = Progress("inspect", "", sum(map(find_nbytes, numeric)), get_plugin_manager())
+        progress = Progress("inspect", "", sum(each.nbytes for each in numeric), get_plugin_manager())
         computed = compute_each(checkpoint, numeric, progress.add)
         found = {each.key: statistics for each, statistics in zip(numeric, computed, strict=True)}
     return [found.get(key) for key in keys]

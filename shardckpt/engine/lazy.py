@@ -15,6 +15,7 @@ from shardckpt.errors import CheckpointingException, KeyMismatchError, list_give
 from shardckpt.mapping.sharded_object import ShardedObject
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.planning.boxes import Box, cut_box
+from shardckpt.planning.shard_copies import shard_nbytes
 from shardckpt.storage.filesystem import find_size
 from shardckpt.storage.sums import read_fingerprints
 from shardckpt.strategy import ChecksFiles, ListsBoxes
@@ -59,6 +60,11 @@ class StoredTensor:
     def dtype(self) -> torch.dtype:
         """Its dtype."""
         return self._description.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its values."""
+        return shard_nbytes(self._description)
 
     @property
     def block_scales(self) -> BlockScales | None:

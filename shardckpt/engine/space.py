@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,6 +15,7 @@ from shardckpt.errors import CheckpointingException, NotEnoughSpaceError, Storag
 from shardckpt.manifest.names import MARKER_NAME
 from shardckpt.mapping.base import is_main_replica
 from shardckpt.mapping.sharded_tensor import ShardedTensor
+from shardckpt.planning.shard_copies import shard_nbytes
 from shardckpt.storage.abilities import takes_requests
 from shardckpt.storage.places import get_parent, list_names
 from shardckpt.storage.store_errors import mask_password
@@ -127,8 +127,7 @@ def count_least_bytes(shards: Iterable[ShardedBase]) -> int:
 
 def count_stored_bytes(index: Iterable[ShardedBase]) -> int:
     """Return the bytes of the tensors that an index describes, whole ones without data."""
-    tensors = (shard for shard in index if isinstance(shard, ShardedTensor))
-    return sum(math.prod(tensor.global_shape) * tensor.dtype.itemsize for tensor in tensors)
+    return sum(shard_nbytes(shard) for shard in index if isinstance(shard, ShardedTensor))
 
 
 def find_free_bytes(directory: str | Path) -> int:

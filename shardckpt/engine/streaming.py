@@ -11,6 +11,7 @@ from shardckpt.engine.tensor_sums import TensorSums
 from shardckpt.mapping.sharded_tensor import ShardedTensor
 from shardckpt.planning.batches import batch_by_bytes
 from shardckpt.planning.boxes import Box, cut_box
+from shardckpt.planning.shard_copies import shard_nbytes
 from shardckpt.storage.buffers import Buffer
 from shardckpt.tensors.memory import LARGE
 
@@ -70,8 +71,7 @@ def cut_stored(tensors: Iterable[ShardedTensor], most: int) -> Iterator[TensorBo
 def make_destination(shard: ShardedTensor) -> ShardedTensor:
     """Return a description to read into; a large one has memory of :func:`make_memory`, others have none yet."""
     wanted = shard.without_data()
-    nbytes = math.prod(shard.local_shape) * shard.dtype.itemsize
-    if nbytes >= LARGE:
+    if shard_nbytes(shard) >= LARGE:
         wanted.data = make_memory(shard.dtype, shard.local_shape)
     return wanted
 

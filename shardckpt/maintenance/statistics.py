@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,17 +69,12 @@ def compute_each(
     checkpoint: StoredCheckpoint, tensors: Iterable[StoredTensor], count_bytes: Callable[[int], None]
 ) -> Iterator[Statistics]:
     """Yield the statistics of each tensor; see :func:`compute_statistics`. Small ones are read together."""
-    for batch in batch_by_bytes(tensors, find_nbytes, _BLOCK_BYTES):
+    for batch in batch_by_bytes(tensors, attrgetter("nbytes"), _BLOCK_BYTES):
         if len(batch) == 1:
             yield compute_statistics(batch[0], ..., count_bytes)
         else:
             values = checkpoint.read([each.key for each in batch])  # a plan for all of them
             yield from (_summarize(each, [values[each.key]], count_bytes) for each in batch)
-
-
-def find_nbytes(stored: StoredTensor) -> int:
-    """Return the bytes of a stored tensor's values."""
-    return math.prod(stored.shape) * stored.dtype.itemsize
 
 
 def _summarize(stored: StoredTensor, blocks: Iterable[torch.Tensor], count_bytes: Callable[[int], None]) -> Statistics:

@@ -120,8 +120,8 @@ def _match_equal(wanted: Table, stored: Table) -> torch.Tensor:
 def _compare_near(wanted: Table, rows: torch.Tensor, stored: Table, bounds: torch.Tensor) -> Overlaps:
     """Return the overlaps of some rows of ``wanted`` with the stored boxes that are near along one axis.
 
-    That is, for each tensor, the axis which its boxes cut most. Thousands of boxes wanted of thousands make millions of
-    pairs, of which few overlap.
+    That is, for each tensor, the axis which its boxes cut most. Thousands of wanted and of stored boxes make millions
+    of pairs, and few of these overlap.
     """
     near = list_rows(sort_unique(wanted.spec[rows]), bounds)
     boxes = stored.rows(near)
