@@ -37,10 +37,10 @@ class StagingBuffer:
         try:
             with wrap_os_errors(f"take {nbytes} bytes of staging memory as", self.path):
                 os.ftruncate(self._fd, nbytes)
+                self.memory = _map(self._fd, nbytes)
         except BaseException:
             os.close(self._fd)
             raise
-        self.memory = _map(self._fd, nbytes)
         self._pinned = False
         self._viewed: tuple[Layout, list[torch.Tensor]] | None = None
 
