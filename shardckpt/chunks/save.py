@@ -235,6 +235,11 @@ class ChunkSaveStrategy(AsyncSaveStrategy, Generic[IndexT, ObjectT]):
         self._files = thread_count
 
     @property
+    def agreed_options(self) -> Mapping[str, object]:
+        """Whether only main replicas are written: else the ranks share the copies out, by a collective."""
+        return {"keep_only_main_replica": bool(self._main_only)}
+
+    @property
     def plan_cache_key(self) -> Hashable:
         """The key of the plan besides the shards: the class and its options."""
         return type(self), self._main_only, self._files

@@ -97,8 +97,8 @@ class TorchDistSaveShardedStrategy(ChunkSaveStrategy[StoredIndex, bytes]):
 
     @property
     def agreed_options(self) -> Mapping[str, object]:
-        """The planner's class: ranks with different planners would call different collectives."""
-        return {"planner": name_planner(self._planner)}
+        """The base's, and the planner's class: ranks with different planners would call different collectives."""
+        return {**super().agreed_options, "planner": name_planner(self._planner)}
 
     @property
     def plan_cache_key(self) -> Hashable | None:
