@@ -12,9 +12,10 @@ import torch.distributed as dist
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedTensor
+from shardckpt.parallel.load import FullyParallelLoadStrategyWrapper
 from shardckpt.parallel.save import FullyParallelSaveStrategyWrapper
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
-from shardckpt_torch_dist import TorchDistSaveShardedStrategy
+from shardckpt_torch_dist import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -87,3 +88,20 @@ def test_ranks_with_other_arguments_are_told(ranks: Ranks, tmp_path: Path) -> No
             assert f"ranks disagree on {name} of " in message
             assert message.endswith("on rank 1; pass the same on every rank")
     assert not list(tmp_path.iterdir())
+
+
+def _load_with_others(path: str) -> str:
+    wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2), replica_id=dist.get_rank())}
+    strategy = TorchDistLoadShardedStrategy()
+    given = FullyParallelLoadStrategyWrapper(strategy) if dist.get_rank() else strategy
+    with pytest.raises(CheckpointingException) as caught:
+        dc.load(wanted, path, sharded_strategy=given)
+    return str(caught.value)
+
+
+def test_ranks_that_load_by_other_classes_are_told(ranks: Ranks, tmp_path: Path) -> None:
+    """A strategy that only some ranks have wrapped is named: no error says that a rank has died."""
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}, tmp_path / "a")
+    for text in ranks.run(2, _load_with_others, str(tmp_path / "a")):
+        assert "ranks disagree on strategy_class: 'shardckpt_torch_dist.load.TorchDistLoadShardedStrategy' on " in text
+        assert "'shardckpt.parallel.load.FullyParallelLoadStrategyWrapper' on rank 1; pass the same" in text
