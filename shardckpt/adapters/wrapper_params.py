@@ -77,7 +77,7 @@ def _make_form(tensor: torch.Tensor, *, is_whole: bool = True) -> dict[str, Any]
     named = context.items() if isinstance(context, dict) else enumerate(context or ())
     values = {str(name): value for name, value in named if isinstance(value, _FLAGS)}
     numbers = {name for name, value in values.items() if type(value) is int}
-    # sizes follow from the tensors, and are others where there are other ranks
+    # sizes depend on the number of ranks; the shapes of stored tensors are compared elsewhere
     known = {size for each in (tensor, *inner.values()) for size in (*each.shape, *each.stride(), each.numel())}
     sizes = {name: str(values[name]) for name in values if name in numbers and values[name] in known}
     return {

@@ -104,7 +104,7 @@ class StagingBufferPool:
     def acquire(self, nbytes: int, most: int | None = None) -> StagingBuffer:
         """Wait for a free buffer of at least ``nbytes`` bytes, and return it; :meth:`release` ends its use.
 
-        ``most`` is how many buffers may be in use with this one, if they are fewer than the setting says.
+        ``most`` lowers the limit of the setting: buffers in use at a time, with this one.
         """
         limit = min(settings.staged_saves(), most or settings.staged_saves())
         with self._changed:

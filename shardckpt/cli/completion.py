@@ -72,7 +72,7 @@ def _write_bash(verbs: Mapping[str, argparse.ArgumentParser], *, zsh: bool) -> s
         if values:
             choices.append(f'        "{verb} {verb}") words={shlex.quote(" ".join(values))};;')
     text = _BASH % {"choices": "\n".join(choices), "options": "\n".join(options)}
-    # zsh runs the functions of bash, as many commands let it
+    # zsh calls bash's completion functions by bashcompinit
     return f"autoload -U +X bashcompinit && bashcompinit\n{text}" if zsh else text
 
 

@@ -1,6 +1,6 @@
 """torch.distributed.checkpoint.optimizer by its names: the function, and the helpers that other code imports.
 
-The function needs none of the helpers here: state has the layout of its parameter.
+The function does not use the helpers: it loads each state in the layout of its parameter.
 """
 
 from __future__ import annotations
