@@ -310,7 +310,8 @@ def load(
         resize: Patterns of keys, as of :mod:`fnmatch`, of tensors that may have another shape than is stored: a
             vocabulary that has grown (``["*embed_tokens.weight*", "*lm_head.weight*"]``, which match the optimizer's
             moments, too). The common region of both shapes is loaded; new rows keep the values that they have, which
-            ranks with copies must have made the same way, and moments of new rows become zero.
+            ranks with copies must have made the same way, also those of an optimizer's own weights (``fp32_param``,
+            ``master_param``); moments of new rows become zero.
 
     Returns:
         The state dict, with the checkpoint's common state in it; for the modes ``return_unexpected`` and

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import fields
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -271,6 +272,23 @@ def test_names_of_shards_are_checked(tmp_path: Path, replica_id: Any) -> None:
         shard.replica_id = replica_id
         with pytest.raises(ShardingError, match=r"'w': replica_id is .*, expected an integer or a tuple"):
             dc.save({"w": shard}, tmp_path / "a")
+
+
+class _Name(str, Enum):
+    TENSOR = "w"
+    OBJECT = "o"
+
+
+def test_a_member_of_an_enum_is_the_key_that_its_value_is(tmp_path: Path) -> None:
+    """Keys of a class of texts are stored as these texts, not under the names that the class shows."""
+    made = {
+        "w": ShardedTensor.from_rank_offsets(_Name.TENSOR, torch.ones(2)),
+        "o": ShardedObject(_Name.OBJECT, 1, (), ()),
+    }
+    dc.save(made, tmp_path / "a")
+    wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2)), "o": ShardedObject("o", None, (), ())}
+    loaded = dc.load(wanted, tmp_path / "a")
+    assert (loaded["w"].tolist(), loaded["o"]) == ([1, 1], 1)
 
 
 @pytest.mark.parametrize("built", [None, torch.ones(2), "k"])

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 #: Types of values of a class's context that may decide the meaning of bits, and are compared; others are not.
 _FLAGS = (bool, str, int, float, torch.dtype, Enum)
+#: The key, in a form, of the numbers that are extents or strides of the tensors, too; and the key of the tensor's own.
+_SIZES = "shardckpt: sizes"
+_OWN = "(shape, strides)"
 
 
 def find_wrapper_params(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -63,24 +66,34 @@ def describe_wrapper_param(
     return ShardedTensorFactory(key, tensor, build, merge)
 
 
-def _make_form(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the class of a wrapper tensor, the flags that give its bits a meaning, and its inner wrappers' forms."""
-    local = get_local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-    inner, context = flatten_tensor(local)
+def _make_form(tensor: torch.Tensor, *, is_whole: bool = True) -> dict[str, Any]:
+    """Return the class of a wrapper tensor, the flags that give its bits a meaning, and its inner wrappers' forms.
+
+    ``is_whole`` is False of a tensor in a DTensor.
+    """
+    if isinstance(tensor, DTensor):
+        return _make_form(get_local_tensor(tensor), is_whole=False)
+    inner, context = flatten_tensor(tensor)
     named = context.items() if isinstance(context, dict) else enumerate(context or ())
-    # sizes follow from the tensors, and are others where there are other ranks
-    sizes = {size for each in (local, *inner.values()) for size in (*each.shape, *each.stride(), each.numel())}
-    flags = {
-        str(name): str(value)
-        for name, value in named
-        if isinstance(value, _FLAGS) and (type(value) is not int or value not in sizes)
+    values = {str(name): value for name, value in named if isinstance(value, _FLAGS)}
+    numbers = {name for name, value in values.items() if type(value) is int}
+    # sizes depend on the number of ranks; the shapes of stored tensors are compared elsewhere
+    known = {size for each in (tensor, *inner.values()) for size in (*each.shape, *each.stride(), each.numel())}
+    sizes = {name: str(values[name]) for name in values if name in numbers and values[name] in known}
+    return {
+        CLASS: kind(tensor),
+        **{name: str(value) for name, value in values.items() if name not in sizes},
+        **({_SIZES: {_OWN: str((*tensor.shape, *tensor.stride())), **sizes}} if numbers and is_whole else {}),
+        **{name: _make_form(each, is_whole=is_whole) for name, each in inner.items() if has_inner(each)},
     }
-    return {CLASS: kind(local), **flags, **{name: _make_form(each) for name, each in inner.items() if has_inner(each)}}
 
 
 def _agree(saved: dict[str, Any], live: dict[str, Any]) -> bool:
     """Return whether no form contradicts the other; a number may be a size in one of them alone."""
-    pairs = [(saved[name], live[name]) for name in saved.keys() & live.keys()]
+    sizes, live_sizes = saved.get(_SIZES, {}), live.get(_SIZES, {})
+    if sizes.get(_OWN) == live_sizes.get(_OWN):  # then what was dropped as a size is equal, or was none
+        saved, live = {**sizes, **saved}, {**live_sizes, **live}
+    pairs = [(saved[name], live[name]) for name in (saved.keys() & live.keys()) - {_SIZES}]
     return CLASS in saved.keys() & live.keys() and all(
         _agree(one, other) if isinstance(one, dict) and isinstance(other, dict) else one == other
         for one, other in pairs

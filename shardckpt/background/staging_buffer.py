@@ -37,10 +37,10 @@ class StagingBuffer:
         try:
             with wrap_os_errors(f"take {nbytes} bytes of staging memory as", self.path):
                 os.ftruncate(self._fd, nbytes)
+                self.memory = _map(self._fd, nbytes)
         except BaseException:
             os.close(self._fd)
             raise
-        self.memory = _map(self._fd, nbytes)
         self._pinned = False
         self._viewed: tuple[Layout, list[torch.Tensor]] | None = None
 
@@ -104,7 +104,7 @@ class StagingBufferPool:
     def acquire(self, nbytes: int, most: int | None = None) -> StagingBuffer:
         """Wait for a free buffer of at least ``nbytes`` bytes, and return it; :meth:`release` ends its use.
 
-        ``most`` is how many buffers may be in use with this one, if they are fewer than the setting says.
+        ``most`` lowers the limit of the setting: buffers in use at a time, with this one.
         """
         limit = min(settings.staged_saves(), most or settings.staged_saves())
         with self._changed:

@@ -20,6 +20,7 @@ from shardckpt.storage.direct import count_parallel_files
 from shardckpt.storage.sums import sum_shards
 from shardckpt.strategy import AsyncSaveStrategy, PreparedSave
 from shardckpt.tensors.memory import synchronize_devices
+from shardckpt.validation.arguments import check_annotated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -229,10 +230,16 @@ class ChunkSaveStrategy(AsyncSaveStrategy, Generic[IndexT, ObjectT]):
     finds_aliases: bool = False
 
     def __init__(self, *, keep_only_main_replica: bool = True, thread_count: int | None = None) -> None:
+        check_annotated(ChunkSaveStrategy.__init__, locals())
         if thread_count is not None and thread_count < 1:
             raise CheckpointingException(f"thread_count={thread_count}: a rank writes at least one file")
-        self._main_only = keep_only_main_replica
-        self._files = thread_count
+        self._main_only = bool(keep_only_main_replica)
+        self._files = None if thread_count is None else int(thread_count)
+
+    @property
+    def agreed_options(self) -> Mapping[str, object]:
+        """Whether only main replicas are written: else the ranks share the copies out, by a collective."""
+        return {"keep_only_main_replica": self._main_only}
 
     @property
     def plan_cache_key(self) -> Hashable:

@@ -105,7 +105,7 @@ def _identify_memory(shard: ShardedTensor) -> Hashable:
     shards of tied tensors, and these must not untie what the other ranks have.
     """
     data = shard.data
-    if data is None or type(data) not in ORDINARY or data.is_quantized:  # these hold values elsewhere, too
+    if data is None or type(data) not in ORDINARY or data.is_quantized:  # not all their values are at the address
         return shard.key
     if not data.numel():
         return data.dtype, tuple(data.shape)

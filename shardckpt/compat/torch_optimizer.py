@@ -1,6 +1,6 @@
 """torch.distributed.checkpoint.optimizer by its names: the function, and the helpers that other code imports.
 
-The function needs none of the helpers here: state has the layout of its parameter.
+The function does not use the helpers: it loads each state in the layout of its parameter.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
@@ -20,7 +20,9 @@ from torch.distributed.tensor import DTensor
 from shardckpt.compat.torch_private import ChunkShardingSpec, find_group
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
 from shardckpt.optimizer_state import HELPERS, load_sharded_optimizer_state_dict
+from shardckpt.planning.boxes import Box
 from shardckpt.tensors.torch_private import is_sharded_tensor, read_local_tensor
+from shardckpt.validation.sharding import format_box
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -120,7 +122,12 @@ class _ReaderWithOffset(DefaultLoadPlanner):
         self.translation: dict[MetadataIndex, MetadataIndex] = {}
 
     def create_local_plan(self) -> LoadPlan:
-        """Return this rank's plan; KeyMismatchError if a tensor with an offset is not stored."""
+        """Return this rank's plan.
+
+        Raises:
+            KeyMismatchError: a tensor with an offset is not stored.
+            ShardingError: not all of it is, or an object is stored.
+        """
         self.translation = {}
         if self.metadata is None:
             raise CheckpointingException("create_local_plan before set_up_planner: let dcp.load call the methods")
@@ -135,11 +142,12 @@ class _ReaderWithOffset(DefaultLoadPlanner):
             stored = self.metadata.state_dict_metadata.get(fqn)
             if stored is None:
                 raise KeyMismatchError(f"{fqn!r} is not in the checkpoint")
+            if not isinstance(stored, TensorStorageMetadata):
+                raise ShardingError(f"{fqn!r} is no tensor in the checkpoint")
             for shard in value.local_shards():
                 start = MetadataIndex(fqn, torch.Size(shard.metadata.shard_offsets))
-                moved_by = zip(shard.metadata.shard_offsets, self.fqn_to_offset[fqn], strict=True)
-                chunk = ChunkStorageMetadata(torch.Size(map(sum, moved_by)), torch.Size(shard.metadata.shard_sizes))
-                items = create_read_items_for_chunk_list(fqn, stored, [chunk])  # type: ignore[arg-type]
+                chunk = _move_shard(fqn, shard.metadata, self.fqn_to_offset[fqn], stored.size)
+                items = create_read_items_for_chunk_list(fqn, stored, [chunk])
                 self.translation |= {item.dest_index: replace(start, index=item.dest_index.index) for item in items}
                 requests += items
         return LoadPlan(requests)
@@ -147,6 +155,19 @@ class _ReaderWithOffset(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the tensor that an index of the plan is about."""
         return super().lookup_tensor(self.translation.get(index, index))
+
+
+def _move_shard(fqn: str, shard: Any, moved_by: Sequence[int], size: Sequence[int]) -> ChunkStorageMetadata:
+    """Return the chunk that a shard is of the stored tensor; ShardingError unless all of it is stored."""
+    if not len(shard.shard_offsets) == len(moved_by) == len(size):
+        raise ShardingError(f"{fqn!r}: its offset {tuple(moved_by)} is of another tensor: {len(size)} axes are stored")
+    box = Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes)).moved(moved_by)
+    if not box.fits(size):  # DCP would read what both have, and leave the rest of the shard as it was
+        raise ShardingError(
+            f"{fqn!r}: with its offset {tuple(moved_by)}, a shard is {format_box(box)} of the stored tensor of shape "
+            f"{tuple(size)}: pass the offset of the part, as _get_state_dict_2d_layout returns it"
+        )
+    return ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
 
 
 __all__ = [*HELPERS, "load_sharded_optimizer_state_dict"]  # noqa: PLE0604 - these are strings

@@ -76,7 +76,7 @@ def load_checkpoint(
     stored, and that share their destination with a stored key. ``resize`` has patterns of the keys of tensors that may
     have another shape than is stored.
     """
-    comm = checkpoint.context.comm
+    comm, strategy = checkpoint.context.comm, type(checkpoint.strategy)
     # these decide which collectives a rank calls: with different ones the ranks would wait for each other
     comm.agree(
         strict=strict.value,
@@ -86,6 +86,7 @@ def load_checkpoint(
         fully_parallel=checkpoint.fully_parallel,
         on_unused=on_unused,
         resize=resize,
+        strategy_class=f"{strategy.__module__}.{strategy.__qualname__}",
     )
     if verify:
         with checkpoint.operation.local_phase("verifying the files"):

@@ -16,6 +16,15 @@ def is_optimizer_key(key: str) -> bool:
     return _OPTIMIZERS.match(key) is not None
 
 
+#: Parts of the keys of an optimizer's own weights, in float32: Megatron's name, and Transformer Engine's.
+_WEIGHTS = frozenset({"fp32_param", "master_param"})
+
+
+def is_moment_key(key: str) -> bool:
+    """Return whether a key belongs to an optimizer's state other than its own weights: such state begins as zeros."""
+    return is_optimizer_key(key) and _WEIGHTS.isdisjoint(key.split("."))
+
+
 #: Names of the states of random generators as a part of a key: ``rng``, ``rng_states``, ``cuda_rng_state``.
 _RANDOM = re.compile(r"(.*_)?rng(_.*)?|random_states?(_\d+)?")
 

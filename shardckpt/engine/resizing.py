@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from shardckpt.engine.optimizer_keys import is_optimizer_key
+from shardckpt.engine.optimizer_keys import is_moment_key
 from shardckpt.engine.patterns import matches_any
 from shardckpt.errors import CheckpointingException, listed
 from shardckpt.mapping.sharded_tensor import ShardedTensor
@@ -40,8 +40,8 @@ def allow_resizing(
 ) -> list[ShardedBase]:
     """Return the shards; tensors whose key matches a pattern may have another shape than is stored.
 
-    Where the stored shape is not known, every shard that can have another shape may have it. It is an error if a shard
-    with another shape has axes that its tensor lacks, or is flattened.
+    If the stored shape is not known, each of them may, except flattened shards and those with prepended axes. Where it
+    is known, such a shard of another shape is a CheckpointingException.
     """
     if not patterns:
         return list(shards)
@@ -53,10 +53,10 @@ def allow_resizing(
 
 def _allow(shard: ShardedTensor, stored: Mapping[str, Ints]) -> ShardedTensor:
     shape = stored.get(shard.key)
-    is_bound = bool(shard.prepend_axis_num) or shard.flattened_range is not None
-    if shape == tuple(shard.global_shape) or (shape is None and is_bound):
+    is_fixed = bool(shard.prepend_axis_num) or shard.flattened_range is not None
+    if shape == tuple(shard.global_shape) or (shape is None and is_fixed):
         return shard
-    if is_bound:
+    if is_fixed:
         how = "flattened" if shard.flattened_range is not None else "stored with other axes than its tensor has"
         raise CheckpointingException(f"resize: {shard.key!r} has another shape than is stored, and is {how}")
     allowed = copy.copy(shard)
@@ -67,8 +67,8 @@ def _allow(shard: ShardedTensor, stored: Mapping[str, Ints]) -> ShardedTensor:
 class Resizing:
     """The values of new rows, which a load into tensors of other sizes must keep.
 
-    New rows of an optimizer's state become zero, as a load with ``allow_shape_mismatch`` leaves them. The main rank
-    warns of rows that are not read.
+    New rows of an optimizer's moments become zero, as a load with ``allow_shape_mismatch`` leaves them; those of its
+    own weights stay, as those of the model's do. The main rank warns of rows that are not read.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Resizing:
             old_shape = stored[shard.key]
             if any(old > new for old, new in zip(old_shape, shard.global_shape, strict=False)):
                 cut.append(shard.key)
-            if shard.data is None or is_optimizer_key(shard.key) or old_shape == tuple(shard.global_shape):
+            if shard.data is None or is_moment_key(shard.key) or old_shape == tuple(shard.global_shape):
                 continue
             for axis, (size, old, offset) in enumerate(
                 zip(shard.data.shape, old_shape, shard.global_offset, strict=True)

@@ -70,6 +70,7 @@ def save_local(
         "form": dict_list_map_outplace(lambda _: next(numbers), state.sharded_state_dict),
         "shards": [_describe(shard) for shard in shards],
         "homes": list(state.homes),
+        "has_keys": True,
     }
     values = {str(number): _make_global(number, shard) for number, shard in enumerate(shards) if _is_kept(shard)}
     # not validated: the shards of one rank do not fill the global tensors
@@ -112,7 +113,9 @@ def _load(directory: Path, options: LoadOptions) -> TensorAwareStateDict:
         if not isinstance(content, dict) or not content.keys() >= _CONTENT:  # a state may have such a key, too
             raise CheckpointingException(f"{directory} is not a local checkpoint: dist_checkpointing.load() reads it")
         shards = [_make_shard(description) for description in content["shards"]]
-        wanted = {str(n): _make_global(n, s) for n, s in enumerate(shards) if content["shards"][n]["kept"]}
+        has_keys = content.get("has_keys", False)  # older copies lack it
+        kept = [n for n, description in enumerate(content["shards"]) if description["kept"]]
+        wanted = {str(n): _make_global(n, shards[n], has_key=has_keys) for n in kept}
         found, _ = load_checkpoint(
             {"values": wanted}, checkpoint, validate=False, strict=StrictHandling.ASSUME_OK_UNEXPECTED
         )
@@ -150,9 +153,12 @@ def _make_shard(description: dict[str, Any]) -> ShardedBase:
     return _KINDS[description["kind"]](**fields)
 
 
-def _make_global(number: int, shard: ShardedBase) -> ShardedBase:
-    """Return a shard as a global tensor or object with a key of its own: this checkpoint has one rank's shards only."""
-    key = f"local.{number}"
+def _make_global(number: int, shard: ShardedBase, *, has_key: bool = True) -> ShardedBase:
+    """Return a shard as a global tensor or object with a key of its own: this checkpoint has one rank's shards only.
+
+    Its key has the shard's own for errors. In checkpoints of older releases it has not.
+    """
+    key = f"local.{number}.{shard.key}" if has_key else f"local.{number}"
     if isinstance(shard, ShardedTensor):
         shape = shard.data_shape
         return ShardedTensor(key, shard.data, shard.dtype, shape, shape, (0,) * len(shape), None)

@@ -116,7 +116,7 @@ class LocalCheckpointManager:
             comm.agree(step=step)
             listing, inventory = self._list_all_parts(comm)
             self._folder.clear(listing.leftovers)
-            if inventory.complete:  # if none is, an incomplete one may be all there is: its missing disk may come back
+            if inventory.complete:  # else the incomplete ones stay: the node with their missing parts may come back
                 self._remove(listing, set(inventory.saves) - set(inventory.complete))
             # the save must be the newest of its step, even if the clock went back
             least_stamps = [save.stamp + 1 for save in (*inventory.saves, *inventory.foreign) if save.step == step]

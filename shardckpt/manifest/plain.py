@@ -74,14 +74,14 @@ def parse_plain(marker: bytes, record: bytes) -> PlainRecord | None:
         record: The bytes of ``shardckpt.json``.
 
     Returns:
-        None if they are not as this library writes them, or of several saves.
+        None if this library did not write them so, or if they are of two saves: the models then name the fault.
     """
     try:
         found: Any = parse_json(record)
         marked: Any = parse_json(marker)
         digest = found["self_digest"]
         head, _, tail = record.rpartition(digest.encode())
-        # its own digest says that the rest is unchanged, and so was checked then
+        # equal digests: the record is as the save wrote it, which had checked it
         if hashlib.sha256(head + NO_DIGEST.encode() + tail).hexdigest() != digest or len(digest) != len(NO_DIGEST):
             return None
         if type(found["format"]) is not int or found["format"] not in range(1, NEWEST_FORMAT + 1):

@@ -38,6 +38,11 @@ def find_name_fault(shard: ShardedBase) -> str:
     return ""
 
 
+def make_plain_key(key: Any) -> Any:
+    """Return the text of a key of a subclass of str: a member of an enum is formatted as its name, or as its value."""
+    return str.__str__(key) if isinstance(key, str) else key  # any other is refused by find_name_fault
+
+
 class ShardedBase(ABC):
     """A leaf of a sharded state dict: one shard of a global tensor or object."""
 

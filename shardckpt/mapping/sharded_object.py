@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from shardckpt.errors import CheckpointingException, ShardingError, show_given
-from shardckpt.mapping.base import ReplicaId, Replicated, ShardedBase, find_name_fault
+from shardckpt.mapping.base import ReplicaId, Replicated, ShardedBase, find_name_fault, make_plain_key
 
 
 @dataclass
@@ -31,6 +31,7 @@ class ShardedObject(ShardedBase):
     replicated: Replicated = False
 
     def __post_init__(self) -> None:
+        self.key = make_plain_key(self.key)
         self.validate_metadata_integrity()
 
     def validate_metadata_integrity(self) -> None:

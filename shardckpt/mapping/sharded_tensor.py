@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 import torch
 
 from shardckpt.errors import ShardingError, show_given
-from shardckpt.mapping.base import ReplicaId, Replicated, ShardedBase, find_name_fault
+from shardckpt.mapping.base import ReplicaId, Replicated, ShardedBase, find_name_fault, make_plain_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -89,6 +89,7 @@ class ShardedTensor(ShardedBase):
     fixed_fields: ClassVar[tuple[Any, ...] | None] = None
 
     def __post_init__(self) -> None:
+        self.key = make_plain_key(self.key)
         self.validate_metadata_integrity()
 
     @classmethod

@@ -98,8 +98,8 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
 
     @property
     def agreed_options(self) -> Mapping[str, object]:
-        """The wrapped strategy's options."""
-        return self._strategy.agreed_options
+        """The wrapped strategy's options, and whether an assignment is kept: the ranks look for it together."""
+        return {**self._strategy.agreed_options, "do_cache_distribution": bool(self.keeps_distribution)}
 
     def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
         """Collective: assign the shards to ranks, and save through the wrapped strategy."""

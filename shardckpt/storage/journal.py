@@ -1,4 +1,4 @@
-"""The part of an interrupted write that another process resumes: a journal next to the files.
+"""A journal next to the files of a write, by which another process resumes the write if this one is killed.
 
 Each line says up to where a file is written, and has the digests since the line before. The page cache survives a
 killed process, so nothing is fsynced for the journal: it is of use only while the system that wrote it runs. Of an

@@ -84,7 +84,7 @@ def split_sums(parts: Iterable[bytes], find_owner: Callable[[str], int]) -> dict
 def add_sums(parts: Iterable[bytes]) -> dict[str, str]:
     """Return the fingerprints of tensors, from the sums of all ranks, sorted by key.
 
-    A tensor whose ranks have another number of elements than it has (some stored twice, say) has none.
+    A tensor has none if the ranks have not summed as many elements as it has: some are stored twice, or not at all.
     """
     totals: dict[tuple[str, str, Ints], list[int]] = {}
     for part in _unpack(parts):

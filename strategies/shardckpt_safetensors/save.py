@@ -113,6 +113,7 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
             assets=files,
             store_aliases=store_aliases,
         )
+        self._mapping = mapping
         #: The contiguous tensors of a save, while it is planned.
         self._contiguous: ContiguousPlan | None = None
         # a mapping of the caller's may be compared by its values, which may change: then plans are this instance's
@@ -138,6 +139,19 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
             mapping=mapping,
             assets=assets,
         )
+
+    @property
+    def agreed_options(self) -> Mapping[str, object]:
+        """The base's, and those for which ranks look for ties and write files together."""
+        options, mapping = self._options, self._mapping
+        return {
+            **super().agreed_options,
+            "store_aliases": bool(self.finds_aliases),
+            "layout": dict(options.patterns) or "boxes",
+            "prefix": options.prefix,
+            "mapping": mapping if mapping is None or isinstance(mapping, str) else type(mapping).__qualname__,
+            "max_shard_size": options.limit,
+        }
 
     @property
     def plan_cache_key(self) -> Hashable:

@@ -97,8 +97,8 @@ class TorchDistSaveShardedStrategy(ChunkSaveStrategy[StoredIndex, bytes]):
 
     @property
     def agreed_options(self) -> Mapping[str, object]:
-        """The planner's class: ranks with different planners would call different collectives."""
-        return {"planner": name_planner(self._planner)}
+        """The base's, and the planner's class: ranks with different planners would call different collectives."""
+        return {**super().agreed_options, "planner": name_planner(self._planner)}
 
     @property
     def plan_cache_key(self) -> Hashable | None:
@@ -144,7 +144,7 @@ class TorchDistSaveShardedStrategy(ChunkSaveStrategy[StoredIndex, bytes]):
     def make_index(
         self,
         plans: Sequence[LocalPlan],
-        aliases: Mapping[str, str],  # noqa: ARG002 - other readers know none: there are none
+        aliases: Mapping[str, str],  # noqa: ARG002 - empty: finds_aliases is off, since Megatron and DCP know no aliases
     ) -> StoredIndex:
         """Return the index of all ranks' plans; arguments as of the base."""
         return build_index(plans)

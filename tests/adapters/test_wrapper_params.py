@@ -186,6 +186,18 @@ def test_a_number_of_the_class_is_compared(tmp_path: Path) -> None:
         dist_checkpointing.load(to_sharded_state_dict(dense), tmp_path / "c")
 
 
+@table(("saved", "loaded"), [(6, 8), (8, 6), (6, 1), (6, 36)])
+def test_a_number_of_the_class_that_is_a_size_too_is_compared(tmp_path: Path, saved: int, loaded: int) -> None:
+    """A number may be an extent or a stride of its tensor by chance: where shapes are equal, it must be equal, too."""
+    models = {scale: nn.Linear(6, 6, bias=False) for scale in (saved, loaded)}
+    for scale, model in models.items():
+        model.weight = nn.Parameter(_Scaled(torch.full((6, 6), float(scale)), scale))
+    dist_checkpointing.save(to_sharded_state_dict(models[saved]), tmp_path / "c")
+    dist_checkpointing.load(to_sharded_state_dict(models[saved]), tmp_path / "c")
+    with pytest.raises(ShardingError, match=rf"'scale': '{saved}'.*'scale': '{loaded}'"):
+        dist_checkpointing.load(to_sharded_state_dict(models[loaded]), tmp_path / "c")
+
+
 class _Cast(torch.Tensor):
     """A weight that is computed in another dtype, and kept as it is: as torchao's float8 training has them."""
 

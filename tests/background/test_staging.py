@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -11,7 +13,7 @@ from shardckpt.background import staging_buffer
 from shardckpt.background.queue import AsyncCallsQueue
 from shardckpt.background.staging import release_memory, stage
 from shardckpt.background.staging_buffer import StagingBufferPool
-from shardckpt.errors import CheckpointingException, ShardingError
+from shardckpt.errors import CheckpointingException, ShardingError, StorageError
 from shardckpt.manager import AsyncMode, CheckpointConfig, CheckpointManager
 from tests.manager.training import Progress
 from tests.tables import table
@@ -91,6 +93,27 @@ def test_staging_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pool.acquire(5) is large
     pool.release(large)
     pool.clear()
+
+
+def test_memory_that_the_system_does_not_give_is_an_error_of_the_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a limit of the process allows no more (ulimit -v), the error has the size, and no open file is left."""
+    made: list[int] = []
+
+    def make_file() -> tuple[int, str]:
+        made.append(os.open(os.devnull, os.O_RDWR))
+        return made[-1], "/proc/1/fd/1"
+
+    def refuse(*_: Any) -> mmap.mmap:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(staging_buffer, "_memory_file", make_file)
+    monkeypatch.setattr(os, "ftruncate", lambda *_: None)
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    pool = StagingBufferPool()
+    with pytest.raises(StorageError, match=r"take 6291456 bytes of staging memory.*Cannot allocate"):
+        pool.acquire(5 << 20)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(made[0])
 
 
 @table("has", ["nothing", "another's files"])

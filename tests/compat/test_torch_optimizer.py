@@ -26,7 +26,7 @@ from shardckpt.compat.torch_optimizer import (
     _is_nested_tensor,
     _ReaderWithOffset,
 )
-from shardckpt.errors import KeyMismatchError
+from shardckpt.errors import KeyMismatchError, ShardingError
 from shardckpt_torch_dist import CheckpointStorageReader
 
 if TYPE_CHECKING:
@@ -93,6 +93,29 @@ def _two_dimensional(path: str) -> Any:
 def test_a_part_of_a_stored_tensor_is_read_at_its_offset(ranks: Ranks, tmp_path: Path) -> None:
     """Sharded state of a part that tensor parallelism cut is read from where the part lies, by any reader."""
     ranks.run(2, _two_dimensional, str(tmp_path / "c"))
+
+
+def _wrong_offsets(path: str) -> None:
+    """One rank asks for 4 rows of 8 at offsets where the stored tensor does not have them."""
+    dcp.save({"w": torch.arange(16.0).reshape(8, 2), "name": "n"}, checkpoint_id=path)
+    wanted = _make(_create_colwise_spec(), torch.full((4, 2), -1.0), (4, 2))
+    cases: dict[str, tuple[str, Any]] = {
+        r"'w'.* \[6:10, 0:2\] .* \(8, 2\)": ("w", (6, 0)),
+        r"'w'.* \[0:4, 1:3\] ": ("w", (0, 1)),
+        r"'w'.* \[-2:2, 0:2\] ": ("w", (-2, 0)),
+        r"'w'.*\(4,\).*2 axes": ("w", (4,)),
+        "'name' is no tensor in the checkpoint": ("name", (0, 0)),
+    }
+    for text, (key, offset) in cases.items():
+        planner = _ReaderWithOffset({key: offset})
+        planner.set_up_planner({key: wanted}, dcp.FileSystemReader(path).read_metadata(), is_coordinator=True)
+        with pytest.raises(ShardingError, match=text):
+            planner.create_local_plan()
+
+
+def test_a_part_that_is_not_stored_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """An offset from which a tensor reaches out of the stored one is an error: the rest would not be filled."""
+    ranks.run(1, _wrong_offsets, str(tmp_path / "c"))
 
 
 def _layouts() -> Any:

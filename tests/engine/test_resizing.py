@@ -29,6 +29,21 @@ def test_a_grown_vocabulary_keeps_its_new_rows(tmp_path: Path) -> None:
     resizing.check(saved, *resizing.load(str(tmp_path / "c"), 13))
 
 
+def test_new_rows_of_an_optimizers_weights_stay_as_initialised(tmp_path: Path) -> None:
+    """The float32 weights of a mixed-precision optimizer keep their new rows: its next step would write zeros."""
+    keys = [f"{prefix}embed.weight" for prefix in ("", "optimizer.state.fp32_param.", "optimizer.state.exp_avg.")]
+    keys += ["chained_0.optimizer.state.fp32_param.embed.weight", "optim.embed.weight.master_param"]
+
+    def describe(rows: int, value: float) -> dict[str, ShardedTensor]:
+        return {key: ShardedTensor.from_rank_offsets(key, torch.full((rows, 2), value)) for key in keys}
+
+    dc.save(describe(2, 1.0), tmp_path / "c")
+    found = dc.load(describe(3, 7.0), tmp_path / "c", resize=["*embed.weight*"])
+    assert {key: rows[:, 0].tolist() for key, rows in found.items()} == {
+        key: [1.0, 1.0, 0.0 if "exp_avg" in key else 7.0] for key in keys
+    }
+
+
 def test_a_manager_loads_into_a_grown_vocabulary(tmp_path: Path) -> None:
     """CheckpointConfig(resize=) does the same for a manager's steps."""
     config = CheckpointConfig(folder=str(tmp_path), resize=resizing.RESIZED)

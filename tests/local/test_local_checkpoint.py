@@ -81,6 +81,20 @@ def test_a_damaged_local_checkpoint_is_refused(tmp_path: Path) -> None:
     assert [torch.equal(tensor, make_tensor(1)) for tensor in load_local(tmp_path / "0").tensors] == [True]
 
 
+class _Unknown:
+    """A class that no load allows."""
+
+
+def test_an_error_has_the_key_of_the_shard(tmp_path: Path) -> None:
+    """What cannot be saved is named by the key that the caller gave it."""
+    state = {"o": ShardedObject("rng_state", _Unknown(), (1,), (0,))}
+    with pytest.raises(CheckpointingException, match="rng_state"):
+        save_local(TensorAwareStateDict.from_state_dict(state)[0], tmp_path / "a")
+    sparse = ShardedTensor("model.weight", torch.ones(2, 2).to_sparse(), torch.float32, (2, 2), (2, 2), (0, 0), None)
+    with pytest.raises(CheckpointingException, match=r"model\.weight"):
+        save_local(TensorAwareStateDict.from_state_dict({"w": sparse})[0], tmp_path / "b")
+
+
 def test_what_is_no_local_checkpoint_is_refused(tmp_path: Path) -> None:
     """No directory, a checkpoint of all ranks, and a state dict without its tensors: each is named."""
     with pytest.raises(NotACheckpointError):

@@ -48,6 +48,13 @@ def _check(path: Path | str, state: dict[str, Any]) -> None:
         assert same, name
 
 
+@pytest.mark.parametrize("options", [{"keep_only_main_replica": "false"}, {"thread_count": 1.5}, {"thread_count": "2"}])
+def test_options_of_another_type_are_refused(options: dict[str, Any]) -> None:
+    """A text in the place of a flag, which would be true, and a number of files that is not whole are named."""
+    with pytest.raises(CheckpointingException, match=f": {next(iter(options))}=.*: expected"):
+        TorchDistSaveShardedStrategy(**options)
+
+
 def test_thread_count_is_the_number_of_files_and_they_are_even(tmp_path: Path) -> None:
     """thread_count=3 gives three files of about equal size, and the content is the same."""
     dc.save(_state(), tmp_path / "c", TorchDistSaveShardedStrategy(thread_count=3))

@@ -256,8 +256,8 @@ _MEGATRONS: dict[type[Any], type[Any]] = {
 def callable_with_path(strategy: Any) -> Any:
     """Make a save or load strategy callable with a path.
 
-    Returns the strategy itself if it can be called with a path, or the one of Megatron's kind that it adapts; else a
-    copy that can, of Megatron's class if there is one.
+    Returns the strategy itself if it can be called so. If it adapts one of Megatron's kind, that one. Else a copy that
+    can, of Megatron's class of the same name if there is one.
     """
     if isinstance(strategy, PathLoader | PathSaver):
         return strategy.strategy
@@ -274,6 +274,6 @@ def callable_with_path(strategy: Any) -> Any:
 
 @functools.cache  # plans are cached by the class
 def _derive(kind: Any, mixin: Any) -> type[Any]:
-    """Return a class of the same name, with the mixin, and as the class itself with or without cached plans."""
+    """Return a subclass of the same name with the mixin; it caches plans if the class itself says so."""
     own = {name: vars(kind)[name] for name in ("__module__", "caches_plan") if name in vars(kind)}
     return type(kind.__name__, (mixin, kind), own)

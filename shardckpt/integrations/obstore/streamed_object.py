@@ -113,7 +113,7 @@ class StreamedObject:
                     self._take_parts(),
                     use_multipart=True,
                     chunk_size=self._part_bytes,
-                    # obstore takes a part, and then waits until no more than these are on their way
+                    # one less: obstore takes the next part while this many are on their way
                     max_concurrency=self._parts - 1,
                 )
         except BaseException as exc:  # noqa: BLE001 - write() or close() raises it

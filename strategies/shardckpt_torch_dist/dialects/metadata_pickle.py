@@ -168,7 +168,7 @@ class _OpcodeTemplate:
 
 
 class _Wide(NamedTuple):
-    """The numbers that need eight bytes: numbers in boxes, starts and lengths."""
+    """Whether a number takes eight bytes: those of boxes, the starts, and the lengths of ranges."""
 
     box: bool
     start: bool
