@@ -74,16 +74,18 @@ def batch_ranges(
         yield batch
 
 
-def fill_gaps(parts: Iterable[tuple[int, memoryview]], spare: memoryview) -> list[memoryview] | None:
-    """Return memory for all bytes of a range, piece by piece: its parts, and spare memory in the places between them.
+def fill_gaps(
+    parts: Sequence[tuple[int, memoryview]], start: int, stop: int, spare: memoryview
+) -> list[memoryview] | None:
+    """Return memory for all bytes of a range, piece by piece: its parts, and spare memory for the bytes between them.
 
-    ``parts`` are offsets in the range and memory, in ascending order; None if two overlap.
+    ``parts`` are offsets and memory, in ascending order; None if two overlap. ``spare`` has as many bytes as the range.
     """
     pieces: list[memoryview] = []
-    end = 0
-    for offset, memory in (*parts, (spare.nbytes, spare[:0])):
+    end = start
+    for offset, memory in (*parts, (stop, spare[:0])):
         if offset > end:
-            pieces.append(spare[end:offset])
+            pieces.append(spare[end - start : offset - start])
         elif offset < end:
             return None
         pieces.append(memory)

@@ -285,42 +285,39 @@ class CheckpointReader:
         memory = buffer.cast("B") if buffer.nbytes else memoryview(bytearray())  # no cast takes a shape with a 0
         self.read_ranges([RangeRead(name, offset, memory, what)])
 
-    def read_parts(
-        self, name: str, offset: int, parts: Sequence[tuple[int, memoryview]], rest: memoryview, what: str
-    ) -> bool:
-        """Fill parts of memory with parts of a range of a local file, by one call in this thread.
+    def read_parts(self, name: str, start: int, stop: int, parts: Sequence[tuple[int, memoryview]], what: str) -> bool:
+        """Fill parts of memory, each with bytes of one range of a local file, by one call in this thread.
 
         Args:
             name: The file.
-            offset: Of the range's first byte in the file.
-            parts: Where each part begins in the range, and its memory; in ascending order, 511 at most, since a system
-                call takes 1,024 pieces of memory (IOV_MAX), with those for the bytes between the parts.
-            rest: As many bytes as the range: gets those between the parts, in their places.
+            start: Of the range, in the file.
+            stop: Its end.
+            parts: Where each part begins in the file, and its memory; in ascending order. With the gaps between them
+                1,000 at most, for a system call takes no more.
             what: A name for the range in errors.
 
         Returns:
-            Whether they are filled. If not, their bytes are undefined, and are to be read otherwise: two parts overlap,
-            the file is on a store, or a digest differs.
+            Whether they are filled. If not, their bytes are undefined, and are to be read otherwise: two overlap, the
+            file is on a store, or a digest differs.
 
         Raises:
             CorruptCheckpointError: the range is outside the file.
         """
-        pieces = fill_gaps(parts, rest)
-        if self._by_requests or self._ends is not None or pieces is None:
+        if self._by_requests or self._ends is not None:
             return False
         file = self._files.acquire(name)
         try:
-            _check_range(file, offset, rest.nbytes, what)
-            start, stop = offset, offset + rest.nbytes
+            _check_range(file, start, stop - start, what)
             segments = [] if file.segments is None else [*file.segments.touching(start, stop)]
-            if segments:  # it may begin or end with bytes that are outside the range
+            if segments:  # the first and the last may reach beyond the range
                 start, stop = segments[0][0], segments[-1][1]
-            before, outside = offset - start, stop - start - rest.nbytes
-            with block_pool.acquired(outside) as spare:
-                around = [spare[:before], *pieces, spare[before:outside]] if outside else pieces
-                read_joined(file.input, around, start)
-                groups = split_pieces(around, [high - low for low, high, _ in segments])
-                pairs = zip(groups, segments, strict=True)
+            nbytes = stop - start
+            with (block_pool if nbytes <= BLOCK_BYTES else self._buffers).acquired(nbytes) as spare:
+                pieces = fill_gaps(parts, start, stop, spare)
+                if pieces is None:
+                    return False
+                read_joined(file.input, pieces, start)
+                pairs = zip(split_pieces(pieces, [high - low for low, high, _ in segments]), segments, strict=True)
                 return all(self._digest_joined(group) == digest for group, (_, _, digest) in pairs)
         finally:
             self._files.release(file)

@@ -257,7 +257,7 @@ MUTATIONS = (
     Mutation(
         "a load opens files by path, also of a save that has come since",
         "shardckpt/storage/directory.py",
-        "        return RelativePath(_OpenDirectory(path, os.open(path, _FLAGS)))\n",
+        "        return RelativePath(_OpenDirectory(path, open_within_limit(lambda: os.open(path, _FLAGS))))\n",
         "        return path\n",
         "faults/test_replaced.py::test_replaced_at_every_moment",
     ),

@@ -14,6 +14,7 @@ from torch import nn
 
 from shardckpt import adapters, huggingface, local, maintenance, manager
 from shardckpt import dist_checkpointing as dc
+from shardckpt.chunks import ChunkSaveStrategy
 from shardckpt.errors import CheckpointingException
 from shardckpt.validation import arguments
 from shardckpt.validation.arguments import check_annotated
@@ -106,6 +107,7 @@ DOORS: dict[Callable[..., Any], Callable[[_Given], dict[str, Any]]] = {
     manager.unpin_step: lambda at: {"folder": at.folder, "step": 1, "label": "best"},
     manager.CheckpointManager.save: lambda at: {"self": _trained(at), "step": 2, "force": True},
     manager.CheckpointManager.best_step: lambda at: {"self": _trained(at)},
+    ChunkSaveStrategy.__init__: lambda _: {"self": SimpleNamespace()},
     local.CliqueReplication.__init__: lambda _: {"self": SimpleNamespace(), "jump": 1, "factor": 2},
     local.LocalCheckpointManager.__init__: lambda at: {"self": SimpleNamespace(), "root": at.new},
     local.LocalCheckpointManager.save: lambda at: {

@@ -81,7 +81,7 @@ class ArchiveReader(ItemReader):
         if isinstance(source, ReadAhead) and takes_bytes:  # without parsing the archive, if it is as we write it
             ours = build_own_archive(dtype, chunk.box.shape, item.length)
             end = item.offset + item.length
-            if ours and source.copy_framed(item.offset, end, target.nbytes, target.data_ptr(), ours.frame):
+            if ours and source.copy_framed(item.offset, end, 0, target.nbytes, target.data_ptr(), ours.frame):
                 return
         # One read of a small archive, instead of one for its directory and one for its payload.
         archive = source.read_range(*item, key) if item.length <= SMALL_ITEM else None
